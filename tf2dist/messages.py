@@ -57,6 +57,7 @@ class ProgressMessage:
     """Where the training stands.
 
     Attributes:
+        target_step: 0 if it is not known.
         metrics: over the steps since the last message, the loss among them.
         steps_per_sec: the mean rate of the training so far, as in summary.json; None while unknown.
     """

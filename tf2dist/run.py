@@ -94,7 +94,7 @@ def run_task(
     if task.job == "worker":
         linux.keep_freed_memory()  # what was freed while the data was loaded is back with the kernel
     if task.job == "evaluator":
-        split = "validation" if "validation" in splits.sizes() else "test"
+        split = "validation" if "validation" in splits.evaluated else "test"
         evaluator = Evaluator(config, source, splits, to_launcher.warn)
         with Reporter(run_dir, task, to_launcher, started_at) as writer:
             # A run that reaches its goal ends before train.steps, and its last checkpoint says so.
@@ -163,7 +163,7 @@ def train(
 
         # The training. From now on there is something to save when the task is told to stop.
         stop_when_asked()
-        arguments = config, cluster, loop, saver, reporter, splits.sizes(), write_finished_model
+        arguments = config, cluster, loop, saver, reporter, splits.evaluated, write_finished_model
         wants_profile = config.profile and task == cluster.leader
         profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
         with saver, abandoning(loop, cluster), profile or contextlib.nullcontext():

@@ -1,6 +1,8 @@
 """`tf2dist.fit(build, data=load)` on real clusters: results, progress and messages."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,23 @@ def test_one_worker_equals_keras(mode: str, tmp_path: Path) -> None:
     assert result.summary["examples_seen"] == 600
 
 
+def held_out(shard: tf2dist.Shard) -> tf.data.Dataset:
+    """A part of 70 rows; the last batch is smaller."""
+    mine = slice(shard.index, 70, shard.count)
+    return tf.data.Dataset.from_tensor_slices((X[mine], Y[mine])).batch(shard.batch_size)
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("data", [{"data": rows}, pytest.param({"x": X, "y": Y}, marks=pytest.mark.slow)], ids=len)
+def test_all_workers_validate_on_their_parts_of_a_stream(mode: str, data: Any, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"batch_size": 30, "epochs": 2, "cluster": tf2dist.Local(2, 1), "mode": mode, **data}
+    arguments |= {"validation_data": held_out, "validation_batch_size": 16, "run_dir": tmp_path / "run"}
+    result = tf2dist.fit(regression, verbose=0, **arguments)
+    expected = result.model.evaluate(X[:70], Y[:70], verbose=0, return_dict=True)
+    assert {name: result.history[f"val_{name}"][-1] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert result.summary["validation_examples"] == 70
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_with_different_numbers_of_batches_finish(mode: str, tmp_path: Path) -> None:
@@ -112,6 +131,44 @@ def test_a_resumed_run_continues_at_its_batch(mode: str, tmp_path: Path) -> None
     assert result.model.get_weights()[0].item() == -sum(range(52))
 
 
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+def test_an_epoch_ends_with_the_data(mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In async with that of all three workers, who have 2, 3 and 4 batches, and in sync with that of the first one."""
+    result = fit(generated, tmp_path / "run", THREE, mode=mode, verbose=1)
+    summary, told = result.summary, "epoch 1 ended with the data of one worker; batches of 2 others were left out"
+    assert [worker["local_steps"] for worker in summary["workers"]] == ([6, 9, 12] if mode == "async" else [6] * 3)
+    assert summary["global_step"] == summary["updates_applied"] == (27 if mode == "async" else 6)
+    assert summary["examples_seen"] == (27 if mode == "async" else 18) * 30
+    assert summary["epochs"] == len(result.history["loss"]) == 3
+    assert capfd.readouterr().err.count(told) == (0 if mode == "async" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_worker_reads_its_stream_to_the_end(mode: str, tmp_path: Path) -> None:
+    """Every batch of both epochs is trained on exactly once, so the weight is minus the sum of their numbers."""
+    marker = tmp_path / "killed"
+
+    def killing(shard: tf2dist.Shard) -> tf.data.Dataset:
+        def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for number in range(300):
+                if number == 170 and shard.index == 1 and not marker.exists():
+                    marker.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield np.full([1, 1], 1000 * shard.index + number, "float32"), np.zeros([1, 1], "float32")
+
+        signature = tf.TensorSpec([None, 1], tf.float32), tf.TensorSpec([None, 1], tf.float32)
+        return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+    shared: dict[str, Any] = {"batch_size": 1, "epochs": 2, "verbose": 0, "run_dir": tmp_path / "run", "mode": mode}
+    result = tf2dist.fit(summing, data=killing, cluster=tf2dist.Local(2, 1), **shared)
+    assert marker.exists()
+    assert result.summary["restarts"] >= 1
+    assert result.summary["global_step"] == (1200 if mode == "async" else 600)
+    total = 2 * (2 * sum(range(300)) + 300 * 1000)
+    assert result.model.get_weights()[0].item() == (-total if mode == "async" else -total / 2)
+
+
 def raising(shard: tf2dist.Shard) -> tf.data.Dataset:
     """The generator of the second worker fails after 20 batches."""
 
@@ -155,14 +212,14 @@ INVALID: dict[str, tuple[Any, str]] = {
     "no batches": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y[:, 0])), "is no batch; end with"),
     "one example": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y)), "are no batches; end with"),
     "four parts": (lambda shard: tf.data.Dataset.from_tensor_slices((X, Y, Y, Y)).batch(9), "have 4 parts; give"),
-    "unknown shape": (unknown_shape, "all but the first dimension must be known"),
+    "unknown shape": (unknown_shape, "the number of its dimensions must be known"),
     "ragged": (lambda shard: tf.data.Dataset.from_tensors((tf.ragged.constant([[1.0], []]), Y[:2])), "RaggedTensor"),
     "raises": (lambda shard: X["no"], "shard 0 of 1: IndexError: "),
     "raises in a graph": (
         lambda shard: tf.data.Dataset.from_tensors((X, Y)).map(lambda x, y: (x, bool(y))),
         "OperatorNotAllowedInGraphError: Using a symbolic `tf.Tensor` as a Python `bool` is not allowed.",
     ),
-    "no length": (generated, "steps_per_epoch: must be given"),
+    "no end": (lambda shard: rows(shard).repeat(), "steps_per_epoch: must be given, since data (lambda): shard 0 of 1"),
     "no function": (X, "data: is an ndarray; give a function"),
 }
 
@@ -176,12 +233,33 @@ def test_invalid_data_is_refused_before_anything_starts(kind: str, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_synchronous_workers_need_equally_many_batches(tmp_path: Path) -> None:
-    def uneven(shard: tf2dist.Shard) -> tf.data.Dataset:
-        return rows(shard).take(2 + shard.index)
+def test_workers_that_average_seldom_cannot_tell_where_their_data_end(tmp_path: Path) -> None:
+    options = {"algorithm": "local_sgd"}
+    with pytest.raises(tf2dist.ConfigError, match="steps_per_epoch: must be given with algorithm=local_sgd"):
+        fit(generated, tmp_path / "run", THREE, mode="sync", options=options)
 
-    with pytest.raises(tf2dist.ConfigError, match="the workers have 2, 3 batches"):
-        fit(uneven, tmp_path / "run", tf2dist.Local(2, 1), mode="sync")
+
+def test_a_model_that_needs_a_size_which_the_data_do_not_tell_is_refused(tmp_path: Path) -> None:
+    def of_unknown_width(shard: tf2dist.Shard) -> tf.data.Dataset:
+        signature = tf.TensorSpec([None, None]), tf.TensorSpec([None, 1])
+        return tf.data.Dataset.from_generator(lambda: iter([(X, Y)]), output_signature=signature)
+
+    def without_input() -> keras.Model:
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(tf2dist.ConfigError, match=r"cannot be called with x of the data, \('float32 \[n, None\]'"):
+        tf2dist.fit(without_input, data=of_unknown_width, cluster=ONE, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def endless(shard: tf2dist.Shard) -> tf.data.Dataset:
+    return rows(shard).repeat()
+
+
+def of_two_columns(shard: tf2dist.Shard) -> tf.data.Dataset:
+    return rows(shard).map(lambda x, y: (x[:, :2], y))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +273,9 @@ def test_synchronous_workers_need_equally_many_batches(tmp_path: Path) -> None:
         ({"validation_split": 0.1}, "validation_split: cannot be given together with data; give validation_data"),
         ({"shuffle": False}, "shuffle: cannot be given together with data; shuffle in the function"),
         ({"validation_data": rows(tf2dist.Shard(0, 1, 0, 9))}, "validation_data: is a _BatchDataset"),
+        ({"validation_data": rows, "validation_steps": 3}, "use dataset.take in it"),
+        ({"validation_data": endless}, "validation_data (endless): shard 0 of 1 has no end"),
+        ({"validation_data": of_two_columns}, "validation_data: is ('float32 [n, 2]'"),
         ({"data": None, "x": rows(tf2dist.Shard(0, 1, 0, 9))}, "give data=load, a function that makes the dataset"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Splits
 from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 
@@ -82,8 +81,8 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
 
 
 @pytest.fixture
-def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits], None]]:
-    """Publishes other data for the workers of this process, until the test ends."""
+def publishing(cluster: PsCluster) -> Iterator[Callable[..., None]]:
+    """Publishes other data for workers of this process, of which the first is the default, until the test ends."""
     from tf2dist import data
     from tf2dist.training.parameter_server.inputs import publish
 

@@ -155,7 +155,7 @@ def config_of(batch_size: int) -> RunConfig:
 
 def drive(loop: Any, config: RunConfig, source: InMemorySource, hooks: RecordingHooks) -> None:
     assert source.plan
-    splits = source.load().sizes()
+    splits = source.load().evaluated
     known = NoSaver(), NoReporter(), splits, lambda: None
     EpochDriver(config, None, loop, *known, source.plan, hooks).drive()  # type: ignore[arg-type]
 

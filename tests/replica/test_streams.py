@@ -12,13 +12,12 @@ import tensorflow as tf
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.test_epochs import SEED, assert_same, config_of, drive, everything, regression, two_outputs
 from tests.unit.test_saving import facts
-from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.stream import Load, Reader, Shard, Stream, StreamSharding
 from tf2dist.model.plan import EpochPlan
-from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
+from tf2dist.testing import SyncWorker, SyncWorkers
 
 BATCH, EPOCHS = 20, 3
 RNG = np.random.default_rng(0)
@@ -65,14 +64,22 @@ class Streamed(InMemorySource):
 
     loader: Load = of_rows
     count: int = 1
+    validation_loader: Load | None = None
 
     def load(self) -> Splits:
-        return Stream("load", self.loader, self.count, SEED, BATCH).splits(self.splits.validation)
+        load, shared = self.validation_loader, (self.count, SEED, BATCH)
+        validation = Stream("validation", load, *shared, "validation_data") if load else None
+        return Stream("load", self.loader, *shared).splits(self.splits.validation, validation)
 
 
-def streamed(make: Callable[[], keras.Model], load: Load, count: int, steps: int, epochs: int = EPOCHS) -> Streamed:
-    validation = Arrays(X[250:], Y[250:]) if load is not of_trees else None
-    plan = EpochPlan(epochs=epochs, steps_per_epoch=steps, validation_batch_size=BATCH)
+VALIDATION = Arrays(X[250:], Y[250:])
+
+
+def streamed(
+    make: Callable[[], keras.Model], load: Load, count: int, steps: int, validation: Arrays | None = VALIDATION
+) -> Streamed:
+    validation = validation if load is not of_trees else None
+    plan = EpochPlan(epochs=EPOCHS, steps_per_epoch=steps, validation_batch_size=BATCH)
     return Streamed(make, Splits(Arrays(X), validation), plan, loader=load, count=count)
 
 
@@ -91,16 +98,6 @@ def keras_fit(source: Streamed, dataset: tf.data.Dataset) -> tuple[dict[str, lis
     return history.history, weights_of(model)
 
 
-@pytest.fixture
-def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
-    """Publishes data for this many workers of this process, until the test ends."""
-    from tests.replica.small_runs import run_config
-    from tf2dist.training.parameter_server.inputs import publish
-
-    yield lambda splits, count: publish(splits, range(count))
-    publish(data.load(run_config().data))
-
-
 # Whole runs.
 
 
@@ -108,7 +105,7 @@ def publishing(cluster: PsCluster) -> Iterator[Callable[[Splits, int], None]]:
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     """Calls have 5 steps and epochs 7: updates beyond the end of an epoch are refused, and no batch is left out."""
     source, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), RecordingHooks()
-    publishing(source.load(), 1)
+    publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
     drive(loop, config, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source, source.loader(Shard(0, 1, SEED, BATCH))))
@@ -198,7 +195,7 @@ def test_a_reader_repeats_batches_of_refused_updates() -> None:
 
     assert taken(0, 4) == sizes[:4]
     assert taken(2, 4) == sizes[2:6], "batches of two refused updates are repeated"
-    assert reader.size(6) == sizes[6]
+    assert reader.size(0, 6) == sizes[6]
     assert taken(25, 3) == sizes[25:28], "across the end of a pass"
     assert taken(3, 2) == sizes[3:5], "before the batches that are kept"
 

@@ -15,7 +15,7 @@ from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
-from tf2dist.data.stream import StreamSharding
+from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process.parts import Part, joined, parts_of
 from tf2dist.process.tf_internals import (
@@ -314,13 +314,18 @@ def stream_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]
     """The number of every worker's next batch in its stream.
 
     With the same division of the data it continues exactly; with another, at the same fraction of the same epoch: with
-    another number of workers each of them reads another stream.
+    another number of workers each of them reads another stream. Of an epoch without a known number of steps the workers
+    then leave out as many batches together as were taken.
     """
     if snapshot is None:
         return [0] * sharding.num_shards
     before = snapshot.facts.input
+    if sharding.ends_with_data and before.sharding.num_examples < UNKNOWN_STEPS:
+        return [0] * sharding.num_shards  # those of before are not counted within the epoch, which begins again
     if before.positions and has_sharding(snapshot, sharding):
         return list(before.positions)
+    if sharding.ends_with_data:
+        return [round(sum(before.positions) / sharding.num_shards)] * sharding.num_shards
     passes = snapshot.facts.epochs
     if before.positions:  # batches of a stream may have any size, so the examples seen do not tell
         passes = sum(before.positions) * before.sharding.batch_size / before.sharding.num_examples

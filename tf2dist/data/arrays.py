@@ -75,6 +75,7 @@ class Splits:
         test: likewise.
         num_classes: of a classification; None for other data.
         stream: yields the training set in batches, for data that do not fit into memory.
+        validation_stream: likewise, instead of `validation`.
         truth: of the test set of made-up data; `python -m tf2dist.predict` draws it.
     """
 
@@ -83,6 +84,7 @@ class Splits:
     test: Arrays | None = None
     num_classes: int | None = 10
     stream: "Stream | None" = None
+    validation_stream: "Stream | None" = None
     truth: Truth | None = None
 
     @property
@@ -93,10 +95,23 @@ class Splits:
     @property
     def layout(self) -> Layout:
         """That of the training set."""
-        return self.train.layout
+        return self.stream.layout if self.stream else self.train.layout
+
+    @property
+    def evaluated_layout(self) -> Layout:
+        """That of the splits that can be evaluated; beside the weights of the examples it is that of the training."""
+        if self.validation_stream:
+            return self.validation_stream.layout
+        # A split without examples, which is false, says nothing.
+        return next((arrays.layout for arrays in (self.validation, self.test) if arrays), self.layout)
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of the splits that can be evaluated."""
+        return [*self.sizes(), *(["validation"] if self.validation_stream else [])]
 
     def sizes(self) -> dict[str, int]:
-        """The number of examples in each split that can be evaluated."""
+        """The number of examples in each split of arrays that can be evaluated."""
         splits = {"validation": self.validation, "test": self.test}
         return {name: len(arrays) for name, arrays in splits.items() if arrays is not None and len(arrays)}
 

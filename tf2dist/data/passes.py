@@ -87,6 +87,11 @@ class Sharding:
         """Whether every worker moves on in a part of its own, in which others may be further."""
         return False
 
+    @property
+    def ends_with_data(self) -> bool:
+        """Whether nobody knows the steps of an epoch before the data has come to its end; see `UNKNOWN_STEPS`."""
+        return False
+
     def updates_in(self, steps: int) -> int:
         """The updates of the model in so many steps."""
         return steps

@@ -1,6 +1,7 @@
 """Examples that come in batches from a function of the user's, for data that do not fit into memory."""
 
 import functools
+import itertools
 import re
 import threading
 import traceback
@@ -21,6 +22,7 @@ from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_plac
 from tf2dist.tf_constants import NODES
 
 PARTS = ("x", "y", "sample_weight")
+UNKNOWN_STEPS = 1 << 40  # stands for the steps of an epoch that ends with the data; beyond those of any run
 READ_AHEAD = 2  # batches that TensorFlow prepares, beside those that a `Reader` has fetched
 
 
@@ -53,11 +55,15 @@ class StreamSharding(Sharding):
 
     @classmethod
     def of(
-        cls, steps_per_epoch: int, batch_size: int, num_shards: int, seed: int, whole_batch_loss: bool
+        cls, steps_per_epoch: int | None, batch_size: int, num_shards: int, seed: int, whole_batch_loss: bool
     ) -> "StreamSharding":
-        """`steps_per_epoch`: global steps; for the others see `Sharding`."""
-        batches = steps_per_epoch * (num_shards if whole_batch_loss else 1)
+        """`steps_per_epoch`: global steps; None: an epoch ends with the data. For the others see `Sharding`."""
+        batches = (steps_per_epoch or UNKNOWN_STEPS) * (num_shards if whole_batch_loss else 1)
         return cls(batches * batch_size, batch_size, num_shards, seed, whole_batch_loss)
+
+    @property
+    def ends_with_data(self) -> bool:
+        return self.steps_per_pass == UNKNOWN_STEPS
 
 
 class Stream:
@@ -67,11 +73,23 @@ class Stream:
         name: of the function, for messages.
         load: the function.
         count, seed, batch_size: see `Shard`.
+        argument: of `fit`, for messages.
+        repeats: whether a worker's stream begins again when it ends; otherwise that ends the epoch.
     """
 
-    def __init__(self, name: str, load: Load, count: int, seed: int, batch_size: int) -> None:
-        self.name, self.load = name, load
-        self.count, self.seed, self.batch_size = count, seed, batch_size
+    def __init__(
+        self,
+        name: str,
+        load: Load,
+        count: int,
+        seed: int,
+        batch_size: int,
+        argument: str = "data",
+        repeats: bool = True,
+    ) -> None:
+        self.name, self.load, self.repeats = name, load, repeats
+        self.count, self.seed, self.batch_size, self.argument = count, seed, batch_size, argument
+        self._shown = f"{argument} ({name})"
         self._datasets: dict[int, tf.data.Dataset] = {}
 
     def __str__(self) -> str:
@@ -86,16 +104,20 @@ class Stream:
         """
         return self._layout_of(self.dataset(0))
 
-    def splits(self, validation: Arrays | None) -> Splits:
-        """The data of a run; its arrays to train on are [0, ...]."""
+    def splits(self, validation: Arrays | None, validation_stream: "Stream | None" = None) -> Splits:
+        """The data of a run, without arrays to train on."""
+        train = Arrays(*self.layout.pack(self.no_examples()))
+        return Splits(train, validation, num_classes=None, stream=self, validation_stream=validation_stream)
+
+    def no_examples(self) -> list[np.ndarray]:
+        """The leaves of a batch without examples; dimensions of unknown size are 0, too."""
         types = [bytes if spec.dtype is tf.string else spec.dtype.as_numpy_dtype for spec in self.layout.specs]
-        shapes = [(0, *spec.shape.as_list()) for spec in self.layout.specs]
-        empty = [np.empty(shape, dtype) for shape, dtype in zip(shapes, types, strict=True)]
-        return Splits(Arrays(*self.layout.pack(empty)), validation, num_classes=None, stream=self)
+        shapes = [(0, *(size or 0 for size in spec.shape.as_list())) for spec in self.layout.specs]
+        return [np.empty(shape, dtype) for shape, dtype in zip(shapes, types, strict=True)]
 
     def shown(self, index: int) -> str:
         """A worker's part, for messages."""
-        return f"data ({self.name}): shard {index} of {self.count}"
+        return f"{self._shown}: shard {index} of {self.count}"
 
     def dataset(self, index: int) -> tf.data.Dataset:
         """What the function makes for one worker; it is called once for each.
@@ -115,7 +137,7 @@ class Stream:
         except Exception as error:  # the user's function may raise anything
             raise DataError(f"{self.shown(index)}: {_told_by(error)}") from error
         if not isinstance(dataset, tf.data.Dataset):
-            raise DataError(f"data ({self.name}): gives {kind_of(dataset)}, and must give a tf.data.Dataset of batches")
+            raise DataError(f"{self._shown}: gives {kind_of(dataset)}, and must give a tf.data.Dataset of batches")
         return dataset
 
     def num_batches(self) -> list[int]:
@@ -123,7 +145,7 @@ class Stream:
         return [int(self.dataset(index).cardinality()) for index in range(self.count)]
 
     def batches(self, index: int, first: int) -> tf.data.Dataset:
-        """The leaves of one worker's batches, without end, from that of the number `first` on.
+        """The leaves of one worker's batches from that of the number `first` on, without end if the stream `repeats`.
 
         A number that is counted over several passes is found without reading whole passes again, if TensorFlow knows
         how many batches a pass has.
@@ -131,12 +153,42 @@ class Stream:
         Raises:
             DataError: see `dataset`, or its examples are not those of worker 0.
         """
+        if not self.repeats:
+            return self._pass(index).skip(first).prefetch(READ_AHEAD)
+        number = int(self.dataset(index).cardinality())
+        # Without a known number every batch up to there is read and thrown away.
+        position = first % number if number > 0 else first
+        return self._pass(index).repeat().skip(position).prefetch(READ_AHEAD)
+
+    def one_pass(self, index: int) -> Iterator[list[np.ndarray]]:
+        """The leaves of each batch of one worker.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        with tf.device("CPU:0"):
+            batches = iter(self._pass(index).prefetch(READ_AHEAD).as_numpy_iterator())
+        while True:
+            try:
+                leaves = next(batches, None)
+            except Exception as error:
+                raise self.unreadable(index, error) from error
+            if leaves is None:
+                return
+            yield list(leaves)
+
+    def unreadable(self, index: int, error: Exception) -> DataError:
+        """What to raise where a batch of a worker cannot be read."""
+        traceback.print_exc()  # the log gets everything
+        return DataError(f"{self.shown(index)}: {_told_by(error)}")
+
+    def _pass(self, index: int) -> tf.data.Dataset:
+        """The leaves of the batches of one worker; raises DataError as `batches` does."""
         dataset = self.dataset(index)
         layout = self._layout_of(dataset)
         # The graphs of all workers are made for the kind that worker 0 has.
         if layout != self.layout:
             raise DataError(f"{self.shown(index)} is {layout}, and shard 0 is {self.layout}; give all the same kind")
-        number = int(dataset.cardinality())
         types = [spec.dtype for spec in layout.specs]
 
         @NO_AUTOGRAPH
@@ -150,41 +202,37 @@ class Stream:
             # The mean of the losses of no examples is NaN.
             return tf.shape(leaves[0])[0] > 0
 
-        # Without a known number every batch up to there is read and thrown away.
-        position = first % number if number > 0 else first
-        return dataset.map(flat).filter(has_examples).repeat().skip(position).prefetch(READ_AHEAD)
+        return dataset.map(flat).filter(has_examples)
 
     def _layout_of(self, dataset: tf.data.Dataset) -> Layout:
-        """Raises DataError if its elements are not batches of dense arrays of known shape."""
+        """Raises DataError if its elements are not batches of dense arrays of a known number of dimensions."""
         spec = keras.tree.map_structure(_none_as_none, dataset.element_spec)
         try:
             parts = keras.utils.unpack_x_y_sample_weight(spec if isinstance(spec, tuple) else (spec,))
         except ValueError:
             raise DataError(
-                f"data ({self.name}): its elements have {len(spec)} parts; give (x, y) or (x, y, sample_weight)"
+                f"{self._shown}: its elements have {len(spec)} parts; give (x, y) or (x, y, sample_weight)"
             ) from None
         for name, part in zip(PARTS, parts, strict=True):
             for leaf in leaves_of(part):
                 self._check(name, leaf)
         sizes = {leaf.shape[0] for leaf in leaves_of(parts)} - {None}
         if len(sizes) > 1 or not leaves_of(parts[0]):
-            raise DataError(
-                f"data ({self.name}): its elements are no batches; end with dataset.batch(shard.batch_size)"
-            )
+            raise DataError(f"{self._shown}: its elements are no batches; end with dataset.batch(shard.batch_size)")
         return Layout(keras.tree.map_structure(_as_keras, parts))
 
     def _check(self, part: str, leaf: Any) -> None:
         if not isinstance(leaf, tf.TensorSpec):
             raise DataError(
-                f"data ({self.name}): {part} holds {kind_of(leaf)}, and must be dense arrays; use padded_batch, or "
+                f"{self._shown}: {part} holds {kind_of(leaf)}, and must be dense arrays; use padded_batch, or "
                 "tf.sparse.to_dense"
             )
         if leaf.shape.rank == 0:
-            raise DataError(f"data ({self.name}): {part} is no batch; end with dataset.batch(shard.batch_size)")
-        if leaf.shape.rank is None or None in leaf.shape[1:].as_list():
+            raise DataError(f"{self._shown}: {part} is no batch; end with dataset.batch(shard.batch_size)")
+        if leaf.shape.rank is None:
             raise DataError(
-                f"data ({self.name}): {part} is of shape {leaf.shape}, and all but the first dimension must be known; "
-                "use tf.ensure_shape, padded_batch with padded_shapes, or output_signature of a generator"
+                f"{self._shown}: {part} is of shape {leaf.shape}, and the number of its dimensions must be known; "
+                "use tf.ensure_shape, or output_signature of a generator"
             )
 
 
@@ -215,6 +263,8 @@ class Reader:
 
     What was given is kept until a later batch is asked for: the updates of asynchronous workers may be refused, and
     then the same batches are asked for again. An earlier number is reached by reading from the start and skipping.
+
+    Unless the stream repeats, the numbers are those of an epoch, and each epoch is a new pass.
     """
 
     def __init__(self, stream: Stream, index: int) -> None:
@@ -224,6 +274,9 @@ class Reader:
         self._first = 0  # the number of the first that is kept
         self._iterator: Iterator[Any] | None = None
         self._error: DataError | None = None  # after what is kept comes nothing more
+        self._has_ended = False  # likewise, since the pass is over
+        self._last: list[np.ndarray] = []  # the leaves of the last batch that is not kept any more
+        self._epoch = 0
         self._ahead: threading.Thread | None = None
 
     def take(self, first: int, num: int) -> list[np.ndarray]:
@@ -237,21 +290,47 @@ class Reader:
             self._move_to(first)
             if not self._fetch(num) and self._error:
                 raise self._error
-            leaves = [leaf for _, batch in zip(range(num), self._kept, strict=False) for leaf in batch]
+            batches = list(itertools.islice(self._kept, num))
+            if len(batches) < num:  # what a call computes from the last batch again, beyond the end, counts for nothing
+                batches += [self._last_batch()] * (num - len(batches))
+            leaves = [leaf for batch in batches for leaf in batch]
             # A daemon: a generator of the user's that hangs must not keep the process from ending.
             self._ahead = threading.Thread(target=self._fetch, args=(num + max(num, 2),), name="input", daemon=True)
             self._ahead.start()
             return leaves
 
-    def size(self, number: int) -> int:
-        """How many examples a batch has that is not before the last one given; 0 if it cannot be read."""
+    def count(self, epoch: int, first: int, num: int) -> int:
+        """How many of `num` batches an epoch has from the number `first` on.
+
+        Raises:
+            DataError: as `take`.
+        """
         with self._lock:
-            if self._iterator is None:
+            self._wait()
+            if epoch != self._epoch:
+                self._epoch, self._iterator = epoch, None
+            self._move_to(first)
+            if not self._fetch(num) and self._error:
+                raise self._error
+            return min(num, len(self._kept))
+
+    def size(self, epoch: int, number: int) -> int:
+        """How many examples a batch has that is not before the last one given.
+
+        Returns:
+            0 if it cannot be read, and -1 if the epoch has come to its end before it.
+        """
+        with self._lock:
+            if self._iterator is None or epoch != self._epoch:
+                self._wait()
+                self._epoch, self._iterator = epoch, None
                 self._move_to(number)
             place = number - self._first
             if len(self._kept) <= place:
                 self._wait()
-            return len(self._kept[place][0]) if self._fetch(place + 1) else 0
+            if self._fetch(place + 1):
+                return len(self._kept[place][0])
+            return -1 if self._has_ended else 0
 
     def _wait(self) -> None:
         if self._ahead:
@@ -261,28 +340,37 @@ class Reader:
         # A dataset cannot go back.
         if self._iterator is None or first < self._first:
             self._kept.clear()
-            self._first, self._error = first, None
+            self._first, self._error, self._has_ended = first, None, False
             try:
                 with tf.device("CPU:0"):
                     self._iterator = iter(self._stream.batches(self._index, first).as_numpy_iterator())
             except DataError as error:
                 self._iterator, self._error = iter(()), error
         while self._first < first and self._fetch(1):
-            self._kept.popleft()
+            self._last = self._kept.popleft()
             self._first += 1
+
+    def _last_batch(self) -> list[np.ndarray]:
+        """The leaves of the last batch that was read; of a pass that was skipped to its end those of its first."""
+        if self._kept:
+            return self._kept[-1]
+        self._last = self._last or next(self._stream.one_pass(self._index))
+        return self._last
 
     def _fetch(self, num: int) -> bool:
         """Reads until `num` batches are kept; returns whether they are."""
         assert self._iterator
-        while len(self._kept) < num and not self._error:
+        while len(self._kept) < num and not self._error and not self._has_ended:
             try:
                 self._kept.append(list(next(self._iterator)))
             except StopIteration:
+                self._has_ended = not self._stream.repeats and (self._first > 0 or len(self._kept) > 0)
+                if self._has_ended:
+                    break
                 self._error = DataError(
                     f"{self._stream.shown(self._index)} gives no batch in a pass over it; give every worker a batch at "
                     "least, and a generator that begins again at each call"
                 )
             except Exception as error:
-                traceback.print_exc()  # the log gets everything
-                self._error = DataError(f"{self._stream.shown(self._index)}: {_told_by(error)}")
+                self._error = self._stream.unreadable(self._index, error)
         return len(self._kept) >= num

@@ -86,10 +86,12 @@ class NotebookConsole(Console):
         self._show()
 
     def _show_progress(self, completed: float, total: int, parts: Sequence[str]) -> None:
-        filled = int(WIDE_BAR * completed // max(total, 1))
+        filled = int(WIDE_BAR * completed // total) if total else 0
         line = PART_GAP.join(parts)
         self._text = f"{'━' * filled}{'─' * (WIDE_BAR - filled)} {line}"
-        bar = f'<progress value="{completed}" max="{max(total, 1)}" style="{BAR_STYLE}">'
+        # Without a value the bar moves.
+        value = f'value="{completed}" max="{total}" ' if total else ""
+        bar = f'<progress {value}style="{BAR_STYLE}">'
         self._bar = f"<div>{bar}</progress> {html.escape(line)}</div>"
         self._show()
 

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from tf2dist.config.schema import MODES
 from tf2dist.data.arrays import Splits
-from tf2dist.data.stream import Load, Stream
+from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
@@ -80,7 +80,8 @@ def fit(
         callbacks: called in this thread, between two steps of the cluster. Batch hooks are not called for every
             step; their `batch` is the global step.
         validation_split: the fraction of the examples, from 0 to 1, that is held out for validation: the last ones.
-        validation_data: arrays (x, y) or (x, y, sample_weight) to validate on, instead of `validation_split`.
+        validation_data: arrays (x, y) or (x, y, sample_weight) to validate on, instead of `validation_split`; or a
+            function like that of `data`, of which each epoch's validation is one pass over all shards.
         shuffle: False: the examples are taken in their order, in every epoch the same.
         class_weight: by class, from 0 on, the weight of its examples in the loss.
         initial_epoch: the epoch to begin with, counted from 0.
@@ -90,12 +91,12 @@ def fit(
         validation_freq: the epochs from one validation to the next, or a list of those with one, counted from 1.
         data: instead of x, y and sample_weight, for data that do not fit into memory: a function that gets the
             `tf2dist.Shard` of a worker and returns a `tf.data.Dataset` of batches (x, y) or (x, y, sample_weight).
-            It is called in each worker, and in this process to learn the shapes of the batches. The dataset is
-            repeated when it ends. A run that is resumed skips the batches that each worker had already taken in its
-            current pass, so it trains as if it had not been stopped, provided that every pass gives the same batches
-            in the same order; with another number of workers each worker resumes at the same fraction of the epoch.
-            `steps_per_epoch` must be given if TensorFlow does not know the number of batches. `validation_data` must
-            be arrays.
+            It is called in each worker, and in this process to learn the shapes of the batches. Without
+            `steps_per_epoch` an epoch ends with the data: of all workers, or with mode="sync" of the first one. With
+            it the dataset is repeated when it ends. A run that is resumed skips the batches that each worker had
+            already taken in its current pass, so it trains as if it had not been stopped, provided that every pass
+            gives the same batches in the same order; with another number of workers each worker resumes at the same
+            fraction of the epoch.
         mode: "async": workers and parameter servers; "sync": all-reduce; "sync_replicas": parameter servers, and each
             step is the mean of as many gradients as the option ``sync_replicas.replicas_to_aggregate`` says, by default
             one of each worker.
@@ -138,9 +139,12 @@ def fit(
     console = console_of(level)
     console.note(opening_line("fit", place))
     num_workers = place.cluster.num_workers
+    is_validated_on_stream = refusals.is_function(validation_data)
+    validation_arrays = None if is_validated_on_stream else validation_data
     if data is None:
         train = request.training_set(x, y, sample_weight, class_weight)
-        train, validation = request.validation_set(train, validation_data, validation_split, class_weight is not None)
+        share = 0.0 if is_validated_on_stream else validation_split
+        train, validation = request.validation_set(train, validation_arrays, share, class_weight is not None)
         splits = Splits(train, validation, num_classes=None)
         # Only now: without a batch size it depends on the number of examples that the validation set leaves.
         config.train.batch_size_per_worker = inputs.batch_size_of(
@@ -156,8 +160,15 @@ def fit(
         # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.
         leave_gpus_to_tasks()
         stream = Stream(request.name_of(data), data, num_workers, seed, config.train.batch_size_per_worker)
-        splits = request.streamed(stream, validation_data)
-        plan = replace(plan, steps_per_epoch=steps_per_epoch or request.steps_of(stream, mode))
+        given = None if validation_arrays is None else request.validation_arrays(stream.layout, validation_arrays)
+        splits = stream.splits(given)
+        plan = replace(plan, steps_per_epoch=steps_per_epoch or request.steps_of(stream, config))
+        stream.repeats = plan.steps_per_epoch is not None
+    if is_validated_on_stream:
+        leave_gpus_to_tasks()
+        first = Shard(0, num_workers, seed, config.train.batch_size_per_worker)
+        other = request.validation_stream(splits.layout, validation_data, plan, first)
+        splits = replace(splits, validation_stream=other)
     return Run(
         model,
         splits,

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.layout import Layout, Tree, have_same_structure
-from tf2dist.errors import FitError, InstallationError, TrainingError, reason_of, users_place
+from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, reason_of, users_place
 from tf2dist.model.call_scope import read_directly
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
@@ -171,7 +171,7 @@ def _read_by_schedule(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def _own_step(model: keras.Model, layout: Layout) -> OwnStep:
-    return OwnStep(model, layout, model.name, evaluates=False)
+    return OwnStep(model, layout, model.name, None)
 
 
 def _optimizer_of(model: keras.Model, layout: Layout | None) -> tuple[keras.Optimizer, list[int]]:
@@ -213,7 +213,12 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
         ConfigError: a method of its own by which it is trained fails.
         FitError: the model, its losses and its metrics do not fit the data.
     """
-    make_variables(model, name, layout, evaluates=False)
+    try:
+        make_variables(model, name, layout)
+    except ConfigError:
+        raise
+    except Exception as error:  # as below
+        raise FitError(f"{_uncallable(name, layout, reason_of(error))}{users_place(error)}") from error
     if has_own_step(model):
         return
     _build_optimizer(model, name)
@@ -250,7 +255,7 @@ def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:
     try:
         outputs = model.compute_output_spec(x)
     except Exception:
-        return f"model ({name}): cannot be called with x of the data, {layout} ({reason}); give what it takes"
+        return _uncallable(name, layout, reason)
     if y is None:
         return f"y: is None, and model ({name}) has losses or metrics that compare with it ({reason}); give y"
     if not have_same_structure(y, outputs):
@@ -262,6 +267,10 @@ def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:
         f"model ({name}): its losses or metrics do not take {layout} ({reason}); compile it with others, or give other "
         "data"
     )
+
+
+def _uncallable(name: str, layout: Layout, reason: str) -> str:
+    return f"model ({name}): cannot be called with x of the data, {layout} ({reason}); give what it takes"
 
 
 def _shape_of(tree: Tree) -> str:

@@ -69,8 +69,13 @@ def check_data(x: Any, name: str, ways: str = "arrays") -> None:
             f"{name}: is {kind_of(x)}, whose batches are made in this process and cannot be sent to the workers; give "
             f"{ways}, also memory-mapped ones (numpy.load with mmap_mode='r')"
         )
-    if callable(x) and not hasattr(x, "__array__"):
+    if is_function(x):
         raise FitError(f"{name}: is a function; give {ways}")
+
+
+def is_function(data: Any) -> bool:
+    """Whether data are to come from a function of the user's."""
+    return callable(data) and not hasattr(data, "__array__")
 
 
 def check_stream(load: Any, **array_arguments: Any) -> None:

@@ -15,9 +15,9 @@ from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Place
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
 from tf2dist.data.layout import Layout, have_same_structure
-from tf2dist.data.stream import Load, Stream
+from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
 from tf2dist.launch.environment import completed
@@ -141,55 +141,73 @@ def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
     Raises:
         FitError: see `validation_set`.
     """
-    refusals.check_data(validation_data, "validation_data")
+    ways = "validation_data=load, a function that makes the dataset of each worker, or arrays"
+    refusals.check_data(validation_data, "validation_data", ways)
     validation = inputs.validation_examples(validation_data)
-    train_x, train_y, _ = layout.symbolic()
-    if (validation.y is None) != (train_y is None):
+    _check_validation(layout, validation.layout)
+    return validation
+
+
+def _check_validation(layout: Layout, validation: Layout) -> None:
+    """Raises FitError if a validation set has another layout than the training set."""
+    (train_x, train_y, _), (x, y, _) = layout.symbolic(), validation.symbolic()
+    if (y is None) != (train_y is None):
         if train_y is None:
             raise FitError("validation_data: has a y, and the training data has none; give x alone")
         raise FitError("validation_data: has no y, and the training data has one; give (x, y) or (x, y, sample_weight)")
     # Sample weights come last, and one of the two sets may have them without the other.
-    num_compared = min(len(layout.specs), len(validation.leaves))
-    same_trees = have_same_structure((train_x, train_y), (validation.x, validation.y))
-    if not same_trees or validation.layout.specs[:num_compared] != layout.specs[:num_compared]:
+    pairs = zip(validation.specs, layout.specs, strict=False)
+    same_trees = have_same_structure((train_x, train_y), (x, y))
+    if not same_trees or not all(spec.is_compatible_with(of_train) for spec, of_train in pairs):
         raise FitError(
-            f"validation_data: is {validation.layout}, but the training data is {layout}; give arrays of the same "
-            "types and shapes, in the same dicts and lists"
+            f"validation_data: is {validation}, but the training data is {layout}; give arrays of the same types and "
+            "shapes, in the same dicts and lists"
         )
-    return validation
 
 
-def streamed(stream: Stream, validation_data: Any) -> Splits:
-    """The data of a run over streams.
+def validation_stream(layout: Layout, load: Load, plan: EpochPlan, shard: Shard) -> Stream:
+    """The stream to validate on.
+
+    Args:
+        layout: of the training set.
+        shard: the first one.
 
     Raises:
-        DataError: a stream cannot be made.
-        FitError: see `validation_set`.
+        DataError: it cannot be made.
+        FitError: it has no end, or another layout.
     """
-    validation = None if validation_data is None else validation_arrays(stream.layout, validation_data)
-    return stream.splits(validation)
+    if plan.validation_steps is not None:
+        raise FitError(
+            "validation_steps: cannot be given together with a function as validation_data; use dataset.take in it"
+        )
+    batch_size = plan.validation_batch_size or shard.batch_size
+    stream = Stream(name_of(load), load, shard.count, shard.seed, batch_size, "validation_data")
+    if stream.dataset(0).cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise FitError(f"{stream.shown(0)} has no end, and a validation is one pass over it; use dataset.take")
+    _check_validation(layout, stream.layout)
+    return stream
 
 
-def steps_of(stream: Stream, mode: str) -> int:
-    """The global steps of an epoch over streams, which is one pass over all of them.
+def steps_of(stream: Stream, config: RunConfig) -> int | None:
+    """The global steps of an epoch over streams, which is one pass over all of them; None: the data end it.
 
     Raises:
-        FitError: TensorFlow does not know their lengths, or the lengths differ and mode="sync" needs equal ones.
+        FitError: they have no end, or no batch, or their workers do not tell each other in each step where they end.
     """
     numbers = stream.num_batches()
-    # TensorFlow's `cardinality` is negative for a dataset that is endless or of unknown length.
-    if min(numbers) < 0:
-        raise FitError(
-            f"steps_per_epoch: must be given, since TensorFlow does not know how many batches {stream.shown(0)} has"
-        )
-    if mode == "sync" and len(set(numbers)) > 1:
-        raise FitError(
-            f"steps_per_epoch: must be given, since the workers have {', '.join(map(str, numbers))} batches, and with "
-            "mode='sync' each step takes one batch of every worker"
-        )
-    if min(numbers) == 0:
+    if tf.data.INFINITE_CARDINALITY in numbers:
+        shown = stream.shown(numbers.index(tf.data.INFINITE_CARDINALITY))
+        raise FitError(f"steps_per_epoch: must be given, since {shown} has no end")
+    if 0 in numbers:
         raise FitError(f"{stream.shown(numbers.index(0))} has no batch; give every worker at least one")
-    return numbers[0] if mode == "sync" else sum(numbers)
+    if config.mode == "sync" and len(set(numbers)) == 1 and numbers[0] > 0:
+        return numbers[0]
+    if config.algorithm.kind == "local_sgd":
+        raise FitError(
+            "steps_per_epoch: must be given with algorithm=local_sgd, whose workers do not know in each step whether "
+            "the data of another one have ended"
+        )
+    return None
 
 
 def batches_of_a_step(config: RunConfig, num_workers: int) -> int:

@@ -97,7 +97,7 @@ class Run:
             return self._follow(job)
 
     def _lead(self, model: keras.Model, copy: keras.Model | None, job: Path) -> Result:
-        steps = self.plan.steps_per_epoch or self._steps_per_pass()
+        steps = None if self._ends_with_data else self.plan.steps_per_epoch or self._steps_per_pass()
         # A compiled model keeps the names that it was made with in this process; its copy has those of the tasks.
         mirror_of_own = Mirror(model, copy, self.splits.layout)
         callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
@@ -113,6 +113,10 @@ class Run:
             folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
         return Result(History(callbacks.history.history), summary, folder, model)
+
+    @property
+    def _ends_with_data(self) -> bool:
+        return self.splits.stream is not None and not self.splits.stream.repeats
 
     def _steps_per_pass(self) -> int:
         """The steps of the cluster in which it takes all examples of the arrays once."""
@@ -204,8 +208,8 @@ def identity_of(splits: Splits, plan: EpochPlan) -> dict[str, Any]:
     """What must be equal in the calls of all hosts, in a form that people can read."""
     # The number of examples, types and shapes stand for the arrays: hashing gigabytes would delay every start.
     identity = {"train": str(splits.stream or splits.train)}
-    if splits.validation:
-        identity["validation"] = str(splits.validation)
+    if validation := splits.validation_stream or splits.validation:
+        identity["validation"] = str(validation)
     return {**identity, **asdict(plan)}
 
 

@@ -4,7 +4,7 @@
     *.npy           the arrays, which tasks map into their memory
     model.keras     a compiled model, with its weights, as Keras saves it; or
     build.pickle    the function that builds it, by cloudpickle, if tasks cannot import it
-    load.pickle     the function that makes the streams of data, by cloudpickle, if tasks cannot import it
+    data.pickle, validation_data.pickle    the functions that make streams, likewise
     custom.pickle   the user's own classes and functions in a compiled model, by cloudpickle
     unsaved.json    what Keras does not save of a compiled model
 
@@ -35,7 +35,7 @@ from tf2dist.model.own_step import has_own_step, optimizers_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
 
-JOB, MODEL, BUILD, LOAD, CUSTOM = "job.json", "model.keras", "build.pickle", "load.pickle", "custom.pickle"
+JOB, MODEL, BUILD, CUSTOM = "job.json", "model.keras", "build.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"
 is_task = False  # whether this process is a task that has read a job
 
@@ -78,8 +78,9 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan | 
             "name": name,
             "plan": asdict(plan) if plan else None,
             "train": inputs.store(splits.train, folder, "train") if not splits.stream else None,
-            "stream": _ship_stream(folder, splits.stream) if splits.stream else None,
+            "stream": _ship_stream(folder, splits.stream),
             "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
+            "validation_stream": _ship_stream(folder, splits.validation_stream),
             "model": sent,
         }
         # Last of all, so a job that can be read is whole.
@@ -92,9 +93,12 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan | 
     return copy
 
 
-def _ship_stream(folder: Path, stream: Stream) -> dict[str, Any]:
-    shared = {"name": stream.name, "count": stream.count, "seed": stream.seed, "batch_size": stream.batch_size}
-    return {**shared, "load": pickling.send_function(folder, stream.load, LOAD, "data")}
+def _ship_stream(folder: Path, stream: Stream | None) -> dict[str, Any] | None:
+    if stream is None:
+        return None
+    names = ("name", "count", "seed", "batch_size", "argument", "repeats")
+    sent = pickling.send_function(folder, stream.load, f"{stream.argument}.pickle", stream.argument)
+    return {**{name: getattr(stream, name) for name in names}, "load": sent}
 
 
 # Compiled models.
@@ -241,11 +245,16 @@ class ShippedSource:
             train, validation = (self._arrays(split) for split in ("train", "validation"))
         except (OSError, ValueError, EOFError) as error:
             raise _unreadable(self._folder, error) from None
-        if train:
-            return Splits(train, validation, num_classes=None)
-        sent = self._job["stream"]
-        load = pickling.load_function(self._folder, sent["load"])
-        return Stream(sent["name"], load, sent["count"], sent["seed"], sent["batch_size"]).splits(validation)
+        stream, validation_stream = self._stream("stream"), self._stream("validation_stream")
+        if stream:
+            return stream.splits(validation, validation_stream)
+        assert train, "a job has arrays or a stream"
+        return Splits(train, validation, num_classes=None, validation_stream=validation_stream)
+
+    def _stream(self, split: str) -> Stream | None:
+        if not (sent := self._job[split]):
+            return None
+        return Stream(**{**sent, "load": pickling.load_function(self._folder, sent["load"])})
 
     def _arrays(self, split: str) -> Arrays | None:
         return inputs.load(self._job[split]) if self._job[split] else None

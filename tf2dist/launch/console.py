@@ -143,9 +143,10 @@ class Console:
         self._show_progress(step, target, parts)
 
     def _show_progress(self, completed: float, total: int, parts: Sequence[str]) -> None:
+        """`total`: 0 if it is not known."""
         now, line = time.monotonic(), PART_GAP.join(parts)
         if self._live:
-            self._line.show(parts, completed, total)
+            self._line.show(parts, completed, total or None)
         elif now - self._plain_at >= PLAIN_EVERY_SECS:
             self._plain_at, self._last_line = now, ""
             self._print(line)
@@ -199,11 +200,14 @@ def print_lines(text: str, stream: TextIO) -> None:
 
 
 def progress_parts(step: int, target_step: int, loss: float, steps_per_sec: float | None) -> list[str]:
-    """For example ``step 1,200/2,750``, ``loss 0.3121``, ``1,520 steps/s`` and ``0:01 left``."""
-    parts = [f"step {step:,}/{target_step:,}"] + ([] if math.isnan(loss) else [f"loss {loss:.4f}"])
+    """For example ``step 1,200/2,750``, ``loss 0.3121``, ``1,520 steps/s`` and ``0:01 left``; `target_step`: 0 if it
+    is not known."""
+    target = f"/{target_step:,}" if target_step else ""
+    parts = [f"step {step:,}{target}"] + ([] if math.isnan(loss) else [f"loss {loss:.4f}"])
     if steps_per_sec:
-        left = clock_text((target_step - step) / steps_per_sec)
-        parts += [f"{rate_text(steps_per_sec)} steps/s", f"{left} left"]
+        parts.append(f"{rate_text(steps_per_sec)} steps/s")
+    if steps_per_sec and target_step:
+        parts.append(f"{clock_text((target_step - step) / steps_per_sec)} left")
     return parts
 
 

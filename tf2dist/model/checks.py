@@ -127,8 +127,8 @@ def check_losses(name: str, step: ModelStep, num_replicas: int) -> None:
     if _is_weighted(step, kinds) and (not step.weighs_losses or step.trace.penalizes_batch):
         raise ConfigError(
             f"model ({name}): has several losses, of which one is divided by the parts of the outputs that a mask or "
-            "weights leave, and no synchronous worker alone knows how many these are; give sample_weight instead of a "
-            "mask, or use mode=async"
+            "weights leave, or by the length of a batch, and no synchronous worker alone knows how many these are; "
+            "give sample_weight instead of a mask and batches of one length, or use mode=async"
         )
 
 
@@ -149,7 +149,7 @@ def _is_weighted(step: ModelStep, reductions: set[Any]) -> bool:
     """Whether a loss is divided by anything but the number of examples."""
     is_one_number = step.trace.has_scalar_loss and len(step.losses) == 1
     return not (step.has_own_loss or is_one_number) and (
-        WEIGHTED_MEAN in reductions or (step.trace.is_masked and bool(reductions & {*MEANS}))
+        WEIGHTED_MEAN in reductions or (step.trace.divides_by_parts and bool(reductions & {*MEANS}))
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tf2dist.errors import NotFiniteError, TrainingError
+from tf2dist.errors import DataError, NotFiniteError, TrainingError
 from tf2dist.model.metrics import Metrics, Results
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep
@@ -26,22 +26,28 @@ class Evaluation:
     num_examples: int
 
     @classmethod
-    def of_sums(cls, metrics: Metrics, sums: np.ndarray, num_examples: int) -> "Evaluation":
+    def of_sums(cls, metrics: Metrics, sums: np.ndarray, num_examples: int | None) -> "Evaluation":
         """Turns the sums over a split, see `ModelStep.evaluate`, into results.
 
+        Args:
+            num_examples: of the split; None for a stream, of which nobody knows it.
+
         Raises:
+            DataError: a stream has no examples.
             NotFiniteError: the loss is not finite.
             TrainingError: not every example was counted exactly once.
         """
         # A chunk that was lost, or computed twice by workers that came back, must not pass for a result.
         counted, *totals = sums
-        if counted != num_examples:
+        if num_examples is None and not counted:
+            raise DataError("validation_data: gives no batch to any worker; give one at least")
+        if num_examples not in (None, counted):
             raise TrainingError(f"evaluation counted {counted:.0f} of {num_examples} examples")
         results = metrics.results(np.array(totals))
         # Of a model with a test_step of its own there may be none.
         if not math.isfinite(results.get("loss", 0.0)):
             raise NotFiniteError(f"the loss is {results['loss']} in the evaluation; try a lower learning rate")
-        return cls(results, num_examples)
+        return cls(results, int(counted))
 
     @property
     def headline(self) -> tuple[str, float]:
@@ -57,7 +63,10 @@ def chunk_size(batch_size: int, step: ModelStep, plan: EpochPlan | None = None) 
     """
     if plan and (plan.validation_batch_size or plan.validation_steps or step.depends_on_batches):
         return plan.validation_batch_size or batch_size
-    numbers = sum(math.prod(spec.shape.as_list()) for spec in step.layout.specs)
+    shapes = [spec.shape.as_list() for spec in step.layout.specs]
+    if any(None in shape for shape in shapes):
+        return batch_size
+    numbers = sum(map(math.prod, shapes))
     small: int = MAX_CHUNK_BYTES // max(1, 4 * numbers)
     return min(MAX_CHUNK, max(batch_size, small))
 

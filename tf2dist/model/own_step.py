@@ -43,7 +43,7 @@ class OwnStep(ModelStep):
 
     Args:
         name: of the model, for messages.
-        evaluates: whether there is anything to evaluate, so that `test_step` must work.
+        tested: the layout of what is evaluated; None if there is nothing, so that no `test_step` is needed.
 
     Raises:
         ConfigError: the methods do what cannot be done here.
@@ -54,8 +54,8 @@ class OwnStep(ModelStep):
     groups: list[Group]
     is_in_phases: bool
 
-    def __init__(self, model: keras.Model, layout: Layout, name: str, evaluates: bool) -> None:
-        self._name, self._evaluates = name, evaluates
+    def __init__(self, model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> None:
+        self._name, self._tested = name, tested
         super().__init__(model, layout)
         self.optimizer = self._optimizer_of_groups()
 
@@ -108,7 +108,7 @@ class OwnStep(ModelStep):
 
         scope = self._train_scope(trainable, state, place, applied if apply else None)
         with scope:
-            logs = _flat(self.model.train_step(self._data(leaves)))
+            logs = _flat(self.model.train_step(_data(self.layout, leaves)))
             changes = [*self.metrics.changes(scope, share), *self.metrics.changes_by(logs, share)]
         loss = tf.cast(logs["loss"], tf.float32) if "loss" in logs else scope.loss()
         count = tf.cast(tf.shape(leaves[0])[0], tf.float32)
@@ -126,12 +126,18 @@ class OwnStep(ModelStep):
         trainable, state = self.values()
         scope = self._train_scope(trainable, state, tf.constant([0, number], tf.int64))
         with scope:
-            self.model.train_step(self._data(leaves))
+            self.model.train_step(_data(self.layout, leaves))
         return [gradient for update in scope.updates for gradient in update.gradients], self._terms(scope, state)
 
-    def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
+    def evaluate(
+        self,
+        trainable: list[tf.Tensor],
+        state: list[tf.Tensor],
+        leaves: list[tf.Tensor],
+        layout: Layout | None = None,
+    ) -> tf.Tensor:
         with self._train_scope(trainable, state, tf.zeros([2], tf.int64)) as scope:
-            logs = _flat(self.model.test_step(self._data(leaves)))
+            logs = _flat(self.model.test_step(_data(layout or self.layout, leaves)))
             count = tf.cast(tf.shape(leaves[0])[0], tf.float32)
             changes = [*self.evaluated.changes(scope), *self.evaluated.changes_by(logs)]
         return tf.cast(tf.concat([[count], *changes], 0), tf.float64)
@@ -146,12 +152,8 @@ class OwnStep(ModelStep):
         mapping = self._mapping(trainable, state, self.metrics.zeros(), place)
         return TrainScope(mapping, list(self.model.trainable_variables), apply)
 
-    def _data(self, leaves: list[tf.Tensor]) -> Any:
-        """A batch as Keras gives it to the methods."""
-        return keras.utils.pack_x_y_sample_weight(*self.layout.pack(leaves))
-
     def _build_metrics(self) -> None:
-        build(self.model, self.layout, self._name, self._evaluates)
+        build(self.model, self.layout, self._name, self._tested)
         self._divide_variables(list(self.model.trainable_variables))
         self.metrics = self.evaluated = LoggedMetrics(self.model, {}, set())
 
@@ -164,7 +166,7 @@ class OwnStep(ModelStep):
         ) -> None:
             mapping = self._mapping(trainable, state, metrics, tf.zeros([2], tf.int64))
             with TrainScope(mapping, self.trainable) as scope, _recorded(self.model.metrics) as results:
-                logged = _logged(self.model.train_step(self._data(leaves)), results)
+                logged = _logged(self.model.train_step(_data(self.layout, leaves)), results)
             self._read_updates(scope)
             reached, old = reached_from(*leaves), {id(variable): value for variable, value in mapping}
             self.metrics = LoggedMetrics(self.model, logged, self._of_batches(scope, old, reached))
@@ -180,6 +182,7 @@ class OwnStep(ModelStep):
                     outside=scope.outside,
                     has_scalar_loss=False,
                     is_masked=False,
+                    has_lengths=False,
                     penalties=[],
                     penalizes_batch=False,
                     decays={id(v): decay_of(new, old) for v, new, old in changed},
@@ -195,7 +198,7 @@ class OwnStep(ModelStep):
             known = [*self.trainable, *self._others, *self.metrics.variables, *trace.outside]
             trace.outside.extend(read_directly(traced, known))
             self._check_optimizers(trace)
-        self.evaluated = self._trace_evaluation() if self._evaluates else self.metrics
+        self.evaluated = self._trace_evaluation(self._tested) if self._tested else self.metrics
         return trace
 
     def _read_updates(self, scope: TrainScope) -> None:
@@ -231,20 +234,20 @@ class OwnStep(ModelStep):
         if read := [v for v in trace.outside if id(v) in of_optimizers]:
             raise ConfigError(f"reads {read[0].path} of its optimizer, which the tasks keep elsewhere; leave that out")
 
-    def _trace_evaluation(self) -> LoggedMetrics:
+    def _trace_evaluation(self, layout: Layout) -> LoggedMetrics:
         """What `test_step` returns."""
         logged: list[LoggedMetrics] = []
 
         def call(leaves: list[tf.Tensor]) -> None:
             scope = self._train_scope(*self.values(), tf.zeros([2], tf.int64))
             with scope, _recorded(self.model.metrics) as results:
-                returned = _logged(self.model.test_step(self._data(leaves)), results)
+                returned = _logged(self.model.test_step(_data(layout, leaves)), results)
             if scope.updates:
                 raise ConfigError("applies an optimizer")
             logged.append(LoggedMetrics(self.model, returned, set()))
 
         with _told_of(self._name, "test_step"):
-            tf.function(call, autograph=False).get_concrete_function(self.layout.batched(None))
+            tf.function(call, autograph=False).get_concrete_function(layout.batched(None))
         return logged[-1]
 
     def optimizers_in(self, optimizer: keras.Optimizer) -> list[keras.Optimizer]:
@@ -276,31 +279,42 @@ def has_own_step(model: keras.Model) -> bool:
     return any(getattr(type(model), method) is not getattr(keras.Model, method) for method in OWN_STEPS)
 
 
-def build(model: keras.Model, layout: Layout, name: str, evaluates: bool) -> None:
+def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> None:
     """Makes the variables of a compiled model that has its own steps, as its first step in Keras makes them.
 
     Args:
+        layout: of a training batch.
         name: of the model, for messages.
-        evaluates: whether `test_step` is needed.
+        tested: see `OwnStep`.
 
     Raises:
         ConfigError: a step fails.
     """
     prepare_process()
     intercept_updates(optimizers_of(model))
-    for method in ("train_step", "test_step") if evaluates else ("train_step",):
+    for method, batch in (("train_step", layout), ("test_step", tested)):
+        if batch is None:
+            continue
         before = _counts(model)
-
-        def call(*leaves: tf.Tensor) -> None:
-            getattr(model, method)(keras.utils.pack_x_y_sample_weight(*layout.pack(list(leaves))))  # noqa: B023
-
         with _told_of(name, method), building():
-            tf.function(call, autograph=False).get_concrete_function(*layout.batched(None))
+            _traced(getattr(model, method), batch)
             if changed := [key for key, value in _counts(model).items() if before.get(key, value) != value]:
                 raise ConfigError(
                     f"changes self.{changed[0]} in Python, which happens when it is traced and not in each step; make "
                     "it a weight (add_weight), or leave it out"
                 )
+
+
+def _traced(method: Callable[[Any], Any], layout: Layout) -> None:
+    def call(*leaves: tf.Tensor) -> None:
+        method(_data(layout, list(leaves)))
+
+    tf.function(call, autograph=False).get_concrete_function(*layout.batched(None))
+
+
+def _data(layout: Layout, leaves: list[tf.Tensor]) -> Any:
+    """A batch as Keras gives it to the methods of a model."""
+    return keras.utils.pack_x_y_sample_weight(*layout.pack(leaves))
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:

@@ -9,7 +9,8 @@ class EpochPlan:
 
     Attributes:
         epochs: the number of the epoch before which the run ends, counted from 0 like `initial_epoch`.
-        steps_per_epoch: global steps; None: one pass over the data by the whole cluster.
+        steps_per_epoch: global steps; None: one pass over the data by the whole cluster; over streams, to the end of
+            the data.
         validation_freq: the number of epochs from one validation to the next, or the numbers of the epochs with a
             validation, counted from 1.
         validation_batch_size: None: as many examples at once as are fast.

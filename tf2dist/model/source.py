@@ -97,7 +97,7 @@ def build_step(
 
 def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple[ModelStep, MakeOptimizer]:
     """As `build_step`, for a model that has its own steps."""
-    step = OwnStep(model, splits.layout, source.name, evaluates=bool(splits.sizes()))
+    step = OwnStep(model, splits.layout, source.name, _tested(splits))
     checks.check_made(source.name, step)
     checks.check_metrics(source.name, step)
     checks.check_foreign(source.name, step.trace)
@@ -121,27 +121,32 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
     # Seeds Python and numpy, too, since a builder may draw its weights from those.
     keras.utils.set_random_seed(seed)
     model = source.build(splits)
-    make_variables(model, source.name, splits.layout, bool(splits.sizes()))
+    make_variables(model, source.name, splits.layout, _tested(splits))
     checks.check_trainable(source.name, model)
     if model.compiled and not has_own_step(model):
         prepare_choice(source.name, model.optimizer, model.trainable_variables)
     return model
 
 
-def make_variables(model: keras.Model, name: str, layout: Layout, evaluates: bool) -> None:
+def _tested(splits: Splits) -> Layout | None:
+    """The layout of what is evaluated; None if there is nothing."""
+    return splits.evaluated_layout if splits.evaluated else None
+
+
+def make_variables(model: keras.Model, name: str, layout: Layout, tested: Layout | None = None) -> None:
     """Makes the variables of a model that has none yet, as its first step in Keras does.
 
     Args:
         name: of the model, for messages.
         layout: of the data.
-        evaluates: whether there is data to evaluate.
+        tested: the layout of what is evaluated; None if there is nothing.
 
     Raises:
         ConfigError: it is no model that can be trained here, or it does not fit the data.
     """
     checks.check_model(name, model)
     if has_own_step(model):
-        own_step.build(model, layout, name, evaluates)
+        own_step.build(model, layout, name, tested)
         return
     checks.check_inputs(name, model, layout)
     # A subclass of `keras.Model` learns the shape of its input from its first call.

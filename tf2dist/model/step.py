@@ -51,6 +51,7 @@ class Trace(NamedTuple):
         outside: the variables that the call reads and that do not belong to the model.
         has_scalar_loss: whether a loss returns one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
+        has_lengths: whether a loss has a value for each place of a sequence, and batches differ in length.
         penalties: the losses that layers add, such as those of regularizers.
         penalizes_batch: whether one of these depends on the batch.
         decays: of the state that the user's own layers change, by id: the factor of the old value, see `recurrence`.
@@ -66,11 +67,17 @@ class Trace(NamedTuple):
     outside: list[keras.Variable]
     has_scalar_loss: bool
     is_masked: bool
+    has_lengths: bool
     penalties: list[tf.Tensor]
     penalizes_batch: bool
     decays: dict[int, float]
     from_batch: list[keras.Variable]
     gathers: bool
+
+    @property
+    def divides_by_parts(self) -> bool:
+        """Whether a loss that is a mean is divided by more than the number of examples."""
+        return self.is_masked or self.has_lengths
 
 
 class ForwardPass(NamedTuple):
@@ -166,14 +173,15 @@ class ModelStep:
     def weighs_losses(self) -> bool:
         """Whether the loss is a mean over parts of the output, of which only the forward pass shows how many there are.
 
-        Such parts are those that a mask leaves, or the weights of the examples.
+        Such parts are those that a mask leaves, the places of batches of several lengths, or the weights of the
+        examples.
         """
         reductions = [getattr(loss, "reduction", None) for loss in self.losses]
         if self.has_own_loss or len(reductions) != 1 or len(leaves_of(self.trace.outputs)) != 1:
             return False
         if self.trace.has_scalar_loss:  # it is divided by nothing
             return False
-        return reductions == [WEIGHTED_MEAN] or (self.trace.is_masked and reductions[0] in MEANS)
+        return reductions == [WEIGHTED_MEAN] or (self.trace.divides_by_parts and reductions[0] in MEANS)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -257,20 +265,35 @@ class ModelStep:
             if (decay := self.trace.decays.get(id(v))) is not None
         }
 
-    def evaluate(self, trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
-        """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics."""
+    def evaluate(
+        self,
+        trainable: list[tf.Tensor],
+        state: list[tf.Tensor],
+        leaves: list[tf.Tensor],
+        layout: Layout | None = None,
+    ) -> tf.Tensor:
+        """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics.
+
+        Args:
+            layout: of the examples, which may have weights where those of the training have none; None: the same.
+        """
         # A layer that draws in an evaluation, too, draws the same in each: the result can be repeated.
         place = tf.zeros([2], tf.int64)
         with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
-            forward = self._forward(leaves, training=False)
+            forward = self._forward(leaves, training=False, layout=layout)
             count = self._update_metrics(forward, forward.loss)
             # float64, since the caller adds up a whole split: float32 counts examples only up to 2^24.
             return tf.cast(tf.concat([[count], *self.metrics.changes(scope)], 0), tf.float64)
 
-    def evaluate_function(self) -> Any:
+    def evaluate_function(self, layout: Layout | None = None) -> Any:
         """`evaluate`, traced once for any number of examples: Keras' metrics ask whether that number is fixed."""
-        signature = (*self._specs(self.trainable, self.state), self.layout.batched(None))
-        return tf.function(self.evaluate, autograph=False, input_signature=signature)
+        signature = (*self._specs(self.trainable, self.state), (layout or self.layout).batched(None))
+
+        # Not by functools.partial: TensorFlow would take the layout for an argument.
+        def evaluate(trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
+            return self.evaluate(trainable, state, leaves, layout)
+
+        return tf.function(evaluate, autograph=False, input_signature=signature)
 
     def _scope(
         self,
@@ -306,9 +329,9 @@ class ModelStep:
             states[id(variable)] = tf.constant(value, variable.dtype) + offset
         return states
 
-    def _forward(self, leaves: list[tf.Tensor], training: bool) -> ForwardPass:
+    def _forward(self, leaves: list[tf.Tensor], training: bool, layout: Layout | None = None) -> ForwardPass:
         """Calls the model on a batch, and computes the loss as Keras does in a single process."""
-        x, y, sample_weight = self.layout.pack(leaves)
+        x, y, sample_weight = (layout or self.layout).pack(leaves)
         outputs = self.model(x, training=training) if self._takes_training else self.model(x)
         with recording(self.losses) as loss_values:
             loss = self.model.compute_loss(x, y, outputs, sample_weight, training=training)
@@ -326,7 +349,8 @@ class ModelStep:
         for factor in factors:
             if factor is not None:
                 parts *= tf.reshape(tf.cast(factor, tf.float32), tf.shape(parts))
-        return share * tf.reduce_mean(parts)
+        # By the number of examples: what is divided by the places of a batch depends on its length.
+        return share * tf.reduce_sum(parts) / tf.cast(tf.shape(parts)[0], tf.float32)
 
     def _update_metrics(self, forward: ForwardPass, loss: tf.Tensor) -> tf.Tensor:
         """Gives the batch to all metrics, as Keras' own steps do; returns its number of examples, float32."""
@@ -378,6 +402,7 @@ class ModelStep:
                     outside=scope.outside,
                     has_scalar_loss=any(not value.shape.rank for _, value in forward.loss_values),
                     is_masked=any(mask_of(tensor) is not None for tensor in maskable),
+                    has_lengths=self._has_lengths([value for _, value in forward.loss_values]),
                     penalties=penalties,
                     penalizes_batch=any(penalty.name in reached for penalty in penalties),
                     decays={id(v): decay_of(new, old) for v, new, old in changed},
@@ -392,6 +417,12 @@ class ModelStep:
         known = [*self.trainable, *self._others, *self.metrics.variables, *outside]
         outside.extend(read_directly(traced, known))
         return traces[0]
+
+    def _has_lengths(self, values: list[tf.Tensor]) -> bool:
+        """See `Trace`; `values`: of the losses, before they are reduced."""
+        if not any(None in spec.shape.as_list() for spec in self.layout.specs):
+            return False
+        return any(value.shape.rank is None or None in value.shape[1:].as_list() for value in values)
 
     def _changed_by_users(
         self, scope: CallScope, state: list[tf.Tensor]

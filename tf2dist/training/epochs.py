@@ -103,6 +103,7 @@ class EpochDriver:
         self._write_finished_model = write_finished_model
         self._state = EpochState.of(plan, loop)
         self._validation: Evaluation | None = None
+        self._has_told = False
         self._last = Evaluation({"loss": math.nan}, 0)  # the metrics of the last epoch's training
         self._rates = LearningRates(loop.optimizer, loop.earlier_updates)
 
@@ -124,7 +125,7 @@ class EpochDriver:
             ends_early = PauseRequest.CHANGE in requested and self._call("pause", {}).stop
             # The callbacks come before the checkpoint, which must hold what they have changed: a resumed run does not
             # call them again.
-            if ends_early or loop.progress.global_step == epoch_end:
+            if ends_early or loop.epoch_has_ended or loop.progress.global_step == epoch_end:
                 has_ended = self._end_epoch()
             is_due = PauseRequest.SAVE in requested or self._is_multiple(self._config.checkpoint.every_steps)
             if is_due or has_ended or loop.progress.global_step == target:
@@ -155,6 +156,7 @@ class EpochDriver:
     def _end_epoch(self) -> bool:
         """Validates, calls the callbacks and moves on to the next epoch; returns whether the run has ended."""
         loop, state = self._loop, self._state
+        self._tell_unread()
         self._reporter.show_progress()  # before the caller of `fit` tells of the end of the epoch
         logs = loop.metrics.results(loop.progress.metrics - state.before)
         self._last = Evaluation(logs, loop.progress.examples)
@@ -166,7 +168,18 @@ class EpochDriver:
         # resumed, calls them again.
         state.position = state.position.next(loop.progress.global_step)
         state.before = loop.progress.metrics
+        if loop.sharding.ends_with_data:
+            loop.begin_epoch()
         return has_ended
+
+    def _tell_unread(self) -> None:
+        """Tells once that the end of one worker's data has left batches of others out."""
+        if (unread := self._loop.num_unread) and not self._has_told:
+            self._has_told = True
+            self._reporter.note(
+                f"epoch {self._state.position.epoch + 1} ended with the data of one worker; batches of {unread} others "
+                "were left out; give all workers equally many"
+            )
 
     def _is_ended(self, change: Change) -> bool:
         self._state.has_stopped = self._state.has_stopped or change.stop
@@ -259,6 +272,9 @@ class EpochDriver:
         test = self._evaluate("test") if "test" in self._splits else None
         self._saver.save(self._freeze)
         self._saver.retry(step, self._freeze)
+        epochs = self._state.position.epoch - self._plan.initial_epoch if loop.sharding.ends_with_data else None
         self._write_finished_model()
-        self._reporter.on_result(self._config, self._cluster, loop, self._validation, test, self._saver.saved_step)
+        self._reporter.on_result(
+            self._config, self._cluster, loop, self._validation, test, self._saver.saved_step, epochs
+        )
         loop.finish(test or self._validation or self._last)

@@ -2,11 +2,12 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
@@ -32,7 +33,7 @@ class Evaluator:
         self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step)
         self._optimizer: keras.Optimizer | None = None
         self._named = self._needed_last = self._variables([])
-        self._evaluate = self._step.evaluate_function()
+        self._evaluate = self._step.evaluate_function(splits.evaluated_layout)
 
     def _variables(self, optimizers: list[keras.Optimizer]) -> Named:
         return named_variables(self._step.model, self._step.variables, optimizers) | self._step.outside
@@ -82,13 +83,19 @@ class Evaluator:
         assign(named, needed)
         if is_last:
             finalize(named, [(self._optimizer, self._step.trainable)])
-        arrays = getattr(self._splits, split)
         values = [[v.value for v in variables] for variables in (self._step.trainable, self._step.state)]
         sums = tf.zeros([1 + self._step.evaluated.size], tf.float64)
-        for first, last in chunks(len(arrays), self._chunk_size):
-            sums += self._evaluate(*values, [tf.constant(leaf) for leaf in arrays[first:last].leaves])
+        for batch in self._batches(split):
+            sums += self._evaluate(*values, [tf.constant(leaf) for leaf in batch])
             heartbeat.progress()
-        return Evaluation.of_sums(self._step.evaluated, sums.numpy(), len(arrays))
+        return Evaluation.of_sums(self._step.evaluated, sums.numpy(), self._splits.sizes().get(split))
+
+    def _batches(self, split: str) -> Iterator[list[np.ndarray]]:
+        """The leaves of the batches of a split."""
+        if stream := self._splits.validation_stream:
+            return (batch for shard in range(stream.count) for batch in stream.one_pass(shard))
+        arrays = getattr(self._splits, split)
+        return (arrays[first:last].leaves for first, last in chunks(len(arrays), self._chunk_size))
 
 
 def follow(

@@ -18,6 +18,7 @@ from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, inpu
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.passes import NumberedSteps, Sharding
+from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import Advice, advice_on
 from tf2dist.model.evaluate import Evaluation
@@ -146,7 +147,10 @@ class EpochPosition:
             return cls(plan.initial_epoch, start.step if start else 0, num_steps)
         epoch, first_step, before = map(int, start.arrays[EPOCH_ARRAY])
         done = start.step - first_step
-        if 0 < done < before and plan.steps_per_epoch is None and not has_sharding(start, sharding):
+        if UNKNOWN_STEPS in (num_steps, before):
+            # An epoch that ends with the data has no fraction. One that had or gets a number begins again.
+            done = done if num_steps == before else 0
+        elif 0 < done < before and plan.steps_per_epoch is None and not has_sharding(start, sharding):
             left = NumberedSteps(sharding, input_position(start, sharding)).to_pass_end
             done = num_steps - sharding.updates_in(left)
         else:
@@ -178,6 +182,8 @@ class Loop(Protocol):
         leads: whether this task is the leader.
         start: the snapshot that the run continues from; None for a new run.
         restored_from: a line for the user about what was restored from `start`; empty for nothing.
+        epoch_has_ended: whether the data have come to their end, in a run whose epochs end with the data.
+        num_unread: of how many workers that end has left data unread.
         advice: about the model, for the user.
         new_optimizer: makes an optimizer like that of the run, without its state.
     """
@@ -195,11 +201,20 @@ class Loop(Protocol):
     new_optimizer: Callable[[], keras.Optimizer]
 
     @property
+    def epoch_has_ended(self) -> bool: ...
+
+    @property
+    def num_unread(self) -> int: ...
+
+    @property
     def optimizer(self) -> keras.Optimizer:
         """An optimizer of the run; if there are several, all of them have its learning rates."""
 
+    def begin_epoch(self) -> None:
+        """Begins a new pass over the data, if those end the epochs; while no task trains."""
+
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
-        """Trains until exactly `until_step` updates have been applied, or until a pause is requested.
+        """Trains until exactly `until_step` updates have been applied, `epoch_has_ended`, or a pause is requested.
 
         Args:
             pause_request: called from time to time; a request makes all tasks pause soon, at the same step.
@@ -309,6 +324,18 @@ class LoopBase(abc.ABC):
         self.restored_from, self.start = run.restored_from, run.start
         self.advice = advice_on(run.step, self.optimizer, run.note)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
+
+    @property
+    def epoch_has_ended(self) -> bool:
+        return False
+
+    @property
+    def num_unread(self) -> int:
+        return 0
+
+    def begin_epoch(self) -> None:
+        """See `Loop`."""
+        assert not self.sharding.ends_with_data
 
     @abc.abstractmethod
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ToLauncher, metrics_text
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics, Results
@@ -75,6 +76,9 @@ class NoReporter:
     def set_target(self, step: int, ended_by: str = "") -> None:
         """Tells the reporter that the run ends at another step than planned, and which option has ended it."""
 
+    def note(self, text: str) -> None:
+        """Tells the user a line."""
+
     def show_progress(self) -> None:
         """Shows the user the present step at once."""
 
@@ -108,8 +112,13 @@ class NoReporter:
         validation: Evaluation | None,
         test: Evaluation | None,
         saved_step: int | None,
+        epochs: int | None = None,
     ) -> None:
-        """Sends the content of summary.json to the launcher, which adds what it alone knows."""
+        """Sends the content of summary.json to the launcher, which adds what it alone knows.
+
+        Args:
+            epochs: that have ended; None if the examples tell.
+        """
 
 
 class Reporter(NoReporter):
@@ -158,6 +167,9 @@ class Reporter(NoReporter):
             self._to_launcher.note(f"{ended_by} ended the run at step {step:,} of {self.target_step:,}")
         self.target_step = step
 
+    def note(self, text: str) -> None:
+        self._to_launcher.note(text)
+
     def show_progress(self) -> None:
         if self._loop:
             self._send(self._loop.progress)
@@ -165,7 +177,8 @@ class Reporter(NoReporter):
     def _send(self, progress: Progress) -> None:
         metrics, rate = self._shown.since_last(progress), self.steps_per_sec()
         # Rounded as in the summary, or the two might be shown as 147 and 148.
-        self._to_launcher.progress(progress.global_step, self.target_step, metrics, rate and round(rate, 2))
+        target = self.target_step if self.target_step < UNKNOWN_STEPS else 0
+        self._to_launcher.progress(progress.global_step, target, metrics, rate and round(rate, 2))
 
     def set_learning_rates(self, rates: LearningRates) -> None:
         self._rates = rates
@@ -227,6 +240,7 @@ class Reporter(NoReporter):
         validation: Evaluation | None,
         test: Evaluation | None,
         saved_step: int | None,
+        epochs: int | None = None,
     ) -> None:
         progress, rate = loop.progress, self.steps_per_sec()
         self.show_progress()  # with the rate of the summary, also if the run has ended before its last step
@@ -243,7 +257,7 @@ class Reporter(NoReporter):
             "saved_step": saved_step,
             "updates_applied": loop.updates_applied(),
             "examples_seen": progress.examples,
-            "epochs": round(progress.examples / loop.sharding.num_examples, 4),
+            "epochs": round(progress.examples / loop.sharding.num_examples, 4) if epochs is None else epochs,
             **results_of(validation, test),
             "steps_per_sec": round(rate, 2) if rate else None,
             "examples_per_sec": round(self._examples / self._secs, 1) if rate else None,

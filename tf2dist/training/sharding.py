@@ -23,8 +23,6 @@ def sharding_of(
         return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
     is_sync = mode == "sync"
     if splits.stream:
-        # A stream has no known end, so `fit` demands or finds the steps of an epoch before it makes a plan.
         assert plan, "streams come from a call of `fit`"
-        assert plan.steps_per_epoch, "`fit` gives a plan for streams the steps of an epoch"
         return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, config.seed, is_sync)
     return Sharding(len(splits.train), batch_size, num_shards, config.seed, is_sync, shuffle)

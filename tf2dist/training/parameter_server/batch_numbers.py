@@ -1,11 +1,11 @@
 """Which batches the calls of asynchronous workers take, by their numbers; see `passes.NumberedSteps`.
 
 Workers share the batches of arrays: whoever is free takes the next ones, so that each example is seen once in a pass,
-however fast its worker is. A stream belongs to one worker, who takes its batches in turn.
+however fast its worker is. A stream belongs to one worker, who takes its batches in turn, and who alone knows where it
+ends.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -13,18 +13,22 @@ import tensorflow as tf
 from tf2dist.checkpoint.facts import InputFacts
 from tf2dist.checkpoint.state import input_facts
 from tf2dist.data.passes import NumberedSteps, Range, Sharding
+from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.training.parameter_server.counters import TOTALS
+from tf2dist.training.parameter_server.inputs import remote_count
 from tf2dist.training.parameter_server.server import ParameterServer
 
 INDEX = tf.TensorSpec([], tf.int64)
+OPEN = np.int64(-1)  # in place of the end of data that goes on
 
 
-class BatchNumbers(Protocol):
+class BatchNumbers:
     """Gives each call of a worker the numbers of its batches."""
 
     def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
         """In the graph of a call: the steps that the ps have counted for the worker, the number of the first batch of
         the call, and how many batches it has, at most `num`; int64 [3]."""
+        raise NotImplementedError
 
     def open(self, count: int) -> None:
         """Lets the workers take so many batches; to be called after `close`, or for the first time."""
@@ -34,9 +38,22 @@ class BatchNumbers(Protocol):
 
     def facts(self, steps: np.ndarray) -> InputFacts:
         """The position of the input, while none can be taken; `steps`: of each worker, as the ps have counted them."""
+        raise NotImplementedError
+
+    # Of an epoch that ends with the data.
+
+    def look(self, steps: np.ndarray) -> tuple[int, int]:
+        """How many steps calls had too much, and how many batches are left; UNKNOWN_STEPS while that is not known."""
+        return 0, UNKNOWN_STEPS
+
+    def begin_epoch(self, steps: np.ndarray) -> None:
+        """Begins a new pass over the data, while none can be taken; `steps`: see `facts`."""
+
+    def repeat_last(self, repeats: bool) -> None:
+        """Lets workers whose data have ended take their last batch again, or not any more."""
 
 
-class SharedNumbers:
+class SharedNumbers(BatchNumbers):
     """Numbers of batches that the first ps hands out, each to one call; see `BatchNumbers`.
 
     The steps that the ps counts for a worker say how many batches of its last call are done. A worker that was lost
@@ -116,7 +133,7 @@ class SharedNumbers:
         return input_facts(self._sharding, self._steps.position(self._next, tuple(self._left)))
 
 
-class WorkerNumbers:
+class WorkerNumbers(BatchNumbers):
     """Numbers of batches of which each worker has its own; see `BatchNumbers`.
 
     They follow from the updates that were applied, so no batch is lost with an update that is refused.
@@ -132,14 +149,69 @@ class WorkerNumbers:
         steps = tf.cast(self._server.worker_totals(worker)[TOTALS.index("steps")], tf.int64)
         return tf.stack([steps, own_number(self._offsets, worker, steps), num])
 
-    def open(self, count: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
     def facts(self, steps: np.ndarray) -> InputFacts:
         return input_facts(self._sharding, positions=(self._offsets + steps).tolist())
+
+
+class EndingNumbers(WorkerNumbers):
+    """Numbers of the batches in an epoch that ends when all workers' data have ended; see `WorkerNumbers`.
+
+    A call asks the stream of its worker how many batches are left, and tells the ps where the stream has ended. The
+    coordinator knows the end of the epoch when all have.
+    """
+
+    def __init__(self, server: ParameterServer, offsets: list[int], sharding: Sharding) -> None:
+        super().__init__(server, offsets, sharding)
+        count = sharding.num_shards
+        with tf.device(server.device):
+            # The numbers less the steps that the ps count; the number of the first batch that is missing, or `OPEN`.
+            self._shifts = tf.Variable(offsets, dtype=tf.int64, trainable=False, name="batch_offsets")
+            self._ends = tf.Variable([OPEN] * count, dtype=tf.int64, trainable=False, name="ends_of_data")
+            self._unused = tf.Variable(0, dtype=tf.int64, trainable=False, name="unused_steps")
+            self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False, name="epoch")
+            self._repeats = tf.Variable(0, dtype=tf.int64, trainable=False, name="repeats_last_batch")
+        self._begin = server.on_device(self._begun, INDEX)
+        self._note = server.on_device(self._noted, INDEX, INDEX, INDEX, INDEX)
+
+    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+        steps, first, epoch, others_go_on, repeats = tf.unstack(self._begin(worker))
+        count = remote_count(worker, epoch, first, num, others_go_on)
+        end = tf.where(count < num, first + count, OPEN)
+        self._note(worker, epoch, end, num - count)
+        return tf.stack([steps, first, tf.maximum(count, repeats * num)])
+
+    def _begun(self, worker: tf.Tensor) -> tf.Tensor:
+        """On the ps: what a call of the worker needs."""
+        steps = tf.cast(self._server.counters.of_worker(worker)[TOTALS.index("steps")], tf.int64)
+        ends, shifts = self._ends.read_value(), self._shifts.read_value()
+        others_go_on = tf.reduce_any((ends == OPEN) & (tf.range(len(self._offsets), dtype=tf.int64) != worker))
+        number = steps + tf.gather(shifts, worker)
+        return tf.stack([steps, number, self._epoch, tf.cast(others_go_on, tf.int64), self._repeats])
+
+    def _noted(self, worker: tf.Tensor, epoch: tf.Tensor, end: tf.Tensor, unused: tf.Tensor) -> tf.Tensor:
+        """On the ps: notes where the worker's data end, and the steps that its call had too much."""
+        # A worker that was given up may still be in a call of an earlier epoch.
+        is_now = tf.cast(epoch == self._epoch, tf.int64)
+        before = tf.gather(self._ends.read_value(), worker)
+        self._ends.scatter_nd_update(tf.reshape(worker, [1, 1]), [before + (end - before) * is_now])
+        return self._unused.assign_add(unused * is_now)
+
+    def facts(self, steps: np.ndarray) -> InputFacts:
+        return input_facts(self._sharding, positions=(self._shifts.numpy() + steps).tolist())
+
+    def look(self, steps: np.ndarray) -> tuple[int, int]:
+        unused, ends = int(self._unused), self._ends.numpy()
+        if (ends == OPEN).any() or int(self._repeats):
+            return unused, UNKNOWN_STEPS
+        return unused, int(np.maximum(ends - self._shifts.numpy() - steps, 0).sum())
+
+    def begin_epoch(self, steps: np.ndarray) -> None:
+        self._shifts.assign(-steps)
+        self._ends.assign(np.full(len(steps), OPEN))
+        self._epoch.assign_add(1)
+
+    def repeat_last(self, repeats: bool) -> None:
+        self._repeats.assign(int(repeats))
 
 
 def own_number(offsets: list[int], worker: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:

@@ -133,8 +133,17 @@ def shut(servers: Sequence[ParameterServer], limit: int) -> None:
         raise TaskLostError(f"all workers are lost, and the ps have applied {applied} updates: this cannot be saved")
 
 
-def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, quiet_secs: float) -> Iterator[Any]:
+def results(
+    coordinator: Any,
+    values: list[Any],
+    pause_request: PauseRequests,
+    quiet_secs: float,
+    watch: Callable[[], Any],
+) -> Iterator[Any]:
     """The values that calls return, in order, as soon as each is available. See `Patience`.
+
+    Args:
+        watch: is called again and again while a value is awaited.
 
     Raises:
         WorkersAway: a stop is requested, and a value does not come.
@@ -161,6 +170,7 @@ def results(coordinator: Any, values: list[Any], pause_request: PauseRequests, q
                 break
             except queue.Empty:
                 patience.look()
+                watch()
         if error:
             raise error
         yield value

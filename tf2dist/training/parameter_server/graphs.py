@@ -29,9 +29,14 @@ from tf2dist.model.step import ModelStep, step_place
 from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
 from tf2dist.process.tf_internals import as_one_node, groups_of
 from tf2dist.training.call_size import steps_to_pause, unrolled_steps
-from tf2dist.training.parameter_server.batch_numbers import BatchNumbers, SharedNumbers, WorkerNumbers
+from tf2dist.training.parameter_server.batch_numbers import (
+    BatchNumbers,
+    EndingNumbers,
+    SharedNumbers,
+    WorkerNumbers,
+)
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
-from tf2dist.training.parameter_server.inputs import ArrayInput, Input, StreamInput, evaluated_examples
+from tf2dist.training.parameter_server.inputs import ArrayInput, Input, StreamInput, evaluated_batch, evaluated_examples
 from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
 from tf2dist.training.parameter_server.wire import Parcel, Pulled
 from tf2dist.training.stragglers import Stragglers
@@ -97,6 +102,7 @@ class PsGraphs(abc.ABC):
         servers: those on which the variables lie.
         input: of the workers.
         evaluated_at_once: how many examples, at most.
+        evaluated_batches: of streams to validate on, by which the coordinator sees the workers' progress.
         stragglers: the delays that are simulated, and the recording of the steps' times.
         steps_per_call: how many steps a call has.
     """
@@ -104,12 +110,14 @@ class PsGraphs(abc.ABC):
     servers: Sequence[ModelPart]
 
     def __init__(self, spec: GraphsSpec) -> None:
-        self.config, self.step, self.sharding = spec.config, spec.step, spec.sharding
+        self.config, self.step, self.sharding, self.splits = spec.config, spec.step, spec.sharding, spec.splits
         self.earlier_updates = spec.earlier_updates
         self.stragglers = Stragglers(spec.config)
         self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(spec.make_optimizer, spec.total_steps)
         self._make_servers(self._parts(spec))
+        with tf.device(self.servers[0].device):
+            self.evaluated_batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_batches")
         self.input = self._make_input(spec)
         spec.step.loss_scale = self.servers[0].loss_scale
         self._compute = self._traced_compute()
@@ -173,11 +181,31 @@ class PsGraphs(abc.ABC):
 
         def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
             values = self.values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
-            examples = evaluated_examples(number, tf.range(first, last), self.step.layout)
-            return self.step.evaluate(*self.inputs(values), examples)
+            examples = evaluated_examples(number, tf.range(first, last), layout)
+            return self.step.evaluate(*self.inputs(values), examples, layout)
 
+        layout = self.splits.evaluated_layout
         scalar = tf.TensorSpec([], tf.int32)
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
+
+    def evaluate_stream_function(self) -> Any:
+        """``function(shard)``: the sums over that part of the stream to validate on; see `ModelStep.evaluate`."""
+        layout = self.splits.evaluated_layout
+
+        def evaluate(shard: tf.Tensor) -> tf.Tensor:
+            values = self.values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
+            inputs = self.inputs(values)
+
+            def batch(leaves: list[tf.Tensor], sums: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+                sums += self.step.evaluate(*inputs, leaves, layout)
+                with tf.control_dependencies([self.evaluated_batches.assign_add(1)]):
+                    return evaluated_batch(shard, False, layout), sums
+
+            begin = evaluated_batch(shard, True, layout), tf.zeros([1 + self.step.metrics.size], tf.float64)
+            shapes = [spec.shape for spec in layout.batched(None)], begin[1].shape
+            return tf.while_loop(lambda leaves, _: tf.shape(leaves[0])[0] > 0, batch, begin, shapes)[1]
+
+        return tf.function(evaluate, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
 
     # What a rule decides.
 
@@ -266,7 +294,8 @@ class PsGraphs(abc.ABC):
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
         local_step, global_step = self._position(after)
         epoch = tf.maximum(global_step - 1, 0) // self.sharding.updates_per_pass
-        numbers = {"worker": call.worker, "epoch": epoch, "global_step": global_step, "local_step": local_step}
+        where = {"worker": call.worker} | ({} if self.sharding.ends_with_data else {"epoch": epoch})
+        numbers = where | {"global_step": global_step, "local_step": local_step}
         texts = [f"{name}=" for name in numbers], [tf.as_string(number) for number in numbers.values()]
         parts = [part for pair in zip(*texts, [", "] * len(numbers), strict=True) for part in pair]
         line = tf.strings.join([*parts, "loss=", tf.as_string(loss, precision=4)])
@@ -309,7 +338,8 @@ class AsyncGraphs(PsGraphs):
     def _make_input(self, spec: GraphsSpec) -> Input:
         server, sharding, origin = self.servers[0], spec.sharding, spec.origin
         if spec.splits.stream:
-            self.numbers: BatchNumbers = WorkerNumbers(server, origin.offsets, sharding)
+            kind = EndingNumbers if sharding.ends_with_data else WorkerNumbers
+            self.numbers: BatchNumbers = kind(server, origin.offsets, sharding)
             return StreamInput(spec.splits.layout)
         steps = NumberedSteps(sharding, origin.begin)
         self.numbers = SharedNumbers(server, steps, sharding)

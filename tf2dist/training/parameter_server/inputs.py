@@ -6,7 +6,8 @@ call, so nothing of an aborted call is left in it. The arrays are mapped from a 
 tensor in the graph, they would be copied for each worker.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,8 @@ from tf2dist.process.tf_internals import publish_functions
 
 NAME = "tf2dist"
 EVALUATED = ("validation", "test")
-BATCHES = "batches"
+BATCHES, COUNT, EVALUATED_BATCHES = "batches", "count of batches", "evaluated batches"
+ENDED_SECS = 0.05  # for which a call waits if the data of its worker have ended, and that of others have not
 GATHERED_AT_ONCE = 1 << 22  # bytes; with less each batch costs more, and with more a call begins later
 Batches = list[list[tf.Tensor]]  # the leaves of each batch, with mode=sync_replicas its share, too
 
@@ -62,6 +64,24 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
             splits.stream.batches(index, 0)  # what is wrong with a stream is reported here, not by the first step
         readers = {index: Reader(splits.stream, index) for index in workers}
         _published[_token(BATCHES)] = lambda worker, first, num: readers[int(worker)].take(int(first), int(num))
+
+        def count(worker: np.ndarray, epoch: np.ndarray, first: np.ndarray, num: np.ndarray, waits: np.ndarray) -> Any:
+            found = readers[int(worker)].count(int(epoch), int(first), int(num))
+            if not found and waits:
+                time.sleep(ENDED_SECS)  # in which the other workers have the cores, and take the other calls
+            return np.int64(found)
+
+        _published[_token(COUNT)] = count
+    if stream := splits.validation_stream:
+        stream.dataset(0)
+        passes: dict[int, Iterator[list[np.ndarray]]] = {}
+
+        def next_batch(shard: np.ndarray, begins: np.ndarray) -> list[np.ndarray]:
+            if begins:
+                passes[int(shard)] = stream.one_pass(int(shard))
+            return next(passes[int(shard)], stream.no_examples())
+
+        _published[_token(EVALUATED_BATCHES)] = next_batch
     publish_functions(_published)
 
 
@@ -107,6 +127,30 @@ def remote_batches(worker: tf.Tensor, first: tf.Tensor, num: int, layout: Layout
     types = [spec.dtype for spec in specs]
     taken = iter(tf.raw_ops.PyFunc(input=[worker, first, tf.constant(num)], token=_token(BATCHES), Tout=types * num))
     return [[tf.ensure_shape(next(taken), spec.shape) for spec in specs] for _ in range(num)]
+
+
+def remote_count(worker: tf.Tensor, epoch: tf.Tensor, first: tf.Tensor, num: int, waits: tf.Tensor) -> tf.Tensor:
+    """In a graph: how many of `num` batches a worker's published stream has in an epoch from the number `first` on.
+
+    Args:
+        waits: whether to wait a little if there are none.
+    """
+    inputs = [worker, epoch, first, tf.constant(num), waits]
+    (count,) = tf.raw_ops.PyFunc(input=inputs, token=_token(COUNT), Tout=[tf.int64])
+    return tf.ensure_shape(count, [])
+
+
+def evaluated_batch(shard: tf.Tensor, begins: bool, layout: Layout) -> list[tf.Tensor]:
+    """In a graph: the leaves of the next batch of a published stream to validate on; without examples at its end.
+
+    Args:
+        shard: the part of the data, int32; any worker can read it.
+        begins: whether it is the first batch.
+    """
+    specs = layout.batched(None)
+    types = [spec.dtype for spec in specs]
+    taken = tf.raw_ops.PyFunc(input=[shard, tf.constant(begins)], token=_token(EVALUATED_BATCHES), Tout=types)
+    return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(taken, specs, strict=True)]
 
 
 def _token(split: str) -> str:

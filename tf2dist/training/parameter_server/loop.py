@@ -21,6 +21,7 @@ from tf2dist.checkpoint.facts import InputFacts
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
@@ -45,6 +46,7 @@ from tf2dist.training.parameter_server.server import NEVER
 from tf2dist.training.parameter_server.serving import send_shutdown
 
 SHUTDOWN_TIMEOUT_SECS = 5.0
+LOOK_SECS = 1.0  # between two looks at the progress of an evaluation
 
 
 class PsLoop(LoopBase):
@@ -59,7 +61,10 @@ class PsLoop(LoopBase):
         self._cluster, self._coordinator = cluster, run.coordinator
         self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
         self.read_all = functools.cache(lambda: PackedRead(run.named, run.graphs.servers))
-        self._evaluate_function = functools.cache(run.graphs.evaluate_function)
+        graphs, self._stream = run.graphs, run.graphs.splits.validation_stream
+        self._evaluate_function = functools.cache(
+            graphs.evaluate_stream_function if self._stream else graphs.evaluate_function
+        )
         super().__init__(config, run, report)
         if not cluster.shares_host:  # there no function may be made during the training; see `prepare`
             self._evaluate_function()
@@ -119,16 +124,34 @@ class PsLoop(LoopBase):
         return request
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Evaluates the split in ranges; each worker that is free takes the next one."""
-        function, number, size = self._evaluate_function(), tf.constant(EVALUATED.index(split)), self.sizes[split]
-        ranges = chunks(size, self._graphs.evaluated_at_once)
-        arguments = [(number, tf.constant(first), tf.constant(last)) for first, last in ranges]
+        """Evaluates the split in ranges, or a stream in shards; each worker that is free takes the next one."""
+        function = self._evaluate_function()
+        if self._stream:
+            arguments = [(tf.constant(shard),) for shard in range(self._stream.count)]
+        else:
+            number, ranges = EVALUATED.index(split), chunks(self.sizes[split], self._graphs.evaluated_at_once)
+            arguments = [tuple(map(tf.constant, (number, first, last))) for first, last in ranges]
         sums = [self._coordinator.schedule(function, args=each) for each in arguments]
         total = np.zeros(1 + self.step.evaluated.size)
-        for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs()):
+        watch = self._watch_evaluation() if self._stream else never
+        for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs(), watch):
             total += part
             heartbeat.progress()
-        return Evaluation.of_sums(self.step.evaluated, total, size)
+        return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
+
+    def _watch_evaluation(self) -> Callable[[], None]:
+        """Returns a function that notices the progress of workers in their shards, which may take long."""
+        seen, looked_at = -1, 0.0
+
+        def look() -> None:
+            nonlocal seen, looked_at
+            if (now := time.monotonic()) - looked_at < LOOK_SECS:
+                return
+            looked_at, before = now, seen
+            if (seen := int(self._graphs.evaluated_batches)) != before:
+                heartbeat.progress()
+
+        return look
 
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
         """Those of all ps, which have the same settings."""
@@ -176,6 +199,8 @@ class AsyncLoop(PsLoop):
             metrics=np.array(counts.metrics),
         )
         self._reported = counts.totals.sum(axis=0)
+        # Of an epoch that ends with the data: whether it has, where it began, and the steps of the one before.
+        self._has_ended, self._epoch_began_at, self._epoch_steps = False, counts.applied, UNKNOWN_STEPS
 
     @classmethod
     def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
@@ -195,9 +220,12 @@ class AsyncLoop(PsLoop):
             idle = scheduler.all_done()
             before, seen = seen, (self._read(), self.progress.global_step)
             admitted, applied = seen
-            missing = until_step - applied
+            unused, left = self._graphs.numbers.look(np.array(self.progress.local_steps))
+            # That of the first ps, whose counts are those of the workers' steps.
+            end = min(until_step, self._origin.earlier_steps + sum(self.progress.local_steps) + left)
+            missing = end - applied
             requested = pause_request()  # before the end is checked: a short epoch may have no other look
-            if missing <= 0 or requested:
+            if missing <= 0 or not left or requested:
                 break
             # A worker that TensorFlow has given up may still push. As long as the counters move, its updates count.
             if idle and admitted > applied and seen != before:
@@ -211,23 +239,41 @@ class AsyncLoop(PsLoop):
                     server.forget_refused()
                 self._graphs.numbers.close()
                 self._graphs.numbers.open(missing)
-                scheduler.begin_again(applied)
+                scheduler.begin_again(applied + unused)
                 admitted = applied
             # Updates that a ps has begun to apply are neither to be scheduled nor in flight.
-            scheduler.fill(admitted, until_step - admitted)
+            expected = self._expected(end) - admitted
+            scheduler.fill(admitted + unused, expected)
             self.read_all()  # is made here at the first time, while the workers prepare their first step
-            time.sleep(scheduler.secs_to_next_look(missing))
+            time.sleep(scheduler.secs_to_next_look(expected))
+        self._has_ended = not left
         # A stop does not wait for the calls in flight, which may have many slow steps.
         if PauseRequest.STOP in requested and missing > 0 and scheduler.cut():
             return requested
         # At the end of the training the calls have nothing left to do; at another request they run to their end.
         return requested | scheduler.finish(pause_request)
 
+    def _expected(self, end: int) -> int:
+        """The step up to which calls are given: where the last epoch would end again, while nobody knows the end."""
+        if end < self._epoch_began_at + UNKNOWN_STEPS:
+            return end
+        least = self.progress.global_step + self._scheduler.num_steps * self._scheduler.num_workers
+        return max(least, self._epoch_began_at + self._epoch_steps)
+
+    @property
+    def epoch_has_ended(self) -> bool:
+        return self._has_ended
+
+    def begin_epoch(self) -> None:
+        step = self.progress.global_step
+        self._epoch_steps, self._epoch_began_at, self._has_ended = step - self._epoch_began_at, step, False
+        self._graphs.numbers.begin_epoch(np.array(self.progress.local_steps))
+
     def _settle(self, requested: PauseRequest) -> None:
         self._read()
         self._graphs.numbers.close()
-        # Without a request the loop has ended since all ps have applied the same number of updates.
-        if requested:
+        # Without a request the loop has ended since all ps have applied the same number of updates, or with the data.
+        if requested or self._has_ended:
             self._align_servers()
 
     def _align_servers(self) -> None:
@@ -237,7 +283,11 @@ class AsyncLoop(PsLoop):
             server.forget_refused()
         # The ps that are ahead refuse these updates, so they reach only those that are behind.
         if min(applied) < max(applied):
+            has_ended = self._has_ended
+            self._graphs.numbers.repeat_last(True)
             self.train(max(applied))
+            self._graphs.numbers.repeat_last(False)
+            self._has_ended = has_ended
 
     def _give_up_calls(self, until_step: int) -> None:
         # The calls stay in flight, and must not change what is saved now should their workers come back.

@@ -35,10 +35,23 @@ class Feed(Protocol):
     Attributes:
         iterators: over the pipeline, or none for a stream; the last arguments of the function that takes the steps.
         num_extra: how many numbers are summed over all replicas with each step.
+        num_ended: how many workers have no batch for the next step of the epoch; steps are taken while it is 0.
     """
 
     iterators: tuple[Any, ...]
     num_extra: int
+
+    @property
+    def num_ended(self) -> int: ...
+
+    def prepare(self, step: int) -> None:
+        """On all workers, before steps are taken; `step`: see `next`."""
+
+    def begin_pass(self, step: int) -> None:
+        """Begins the next pass over the data at this step; only for data that ends an epoch."""
+
+    def position(self, step: int) -> int:
+        """The number of the batch of a stream for this step."""
 
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         """In the graph: what `part` and `extra` need.
@@ -53,8 +66,8 @@ class Feed(Protocol):
     def extra(self, element: Any) -> list[tf.Tensor]:
         """On a replica: the numbers to sum, float32 [num_extra] in a list; an empty list for none."""
 
-    def take_back(self, sums: tf.Tensor) -> None:
-        """On every worker: takes the sums of the extra numbers over all replicas."""
+    def take_back(self, sums: tf.Tensor) -> tf.Tensor:
+        """On every worker: takes the sums of the extra numbers over all replicas; returns whether a step can follow."""
 
 
 class ArrayFeed:
@@ -66,11 +79,20 @@ class ArrayFeed:
         begin: the position of the input.
     """
 
-    num_extra = 0
+    num_extra = num_ended = 0
 
     def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: InputPosition) -> None:
         self._train, self._sharding, self._begin = train, sharding, begin
         self.iterators = (iter(workers.strategy.distribute_datasets_from_function(self._dataset)),)
+
+    def prepare(self, step: int) -> None:
+        pass
+
+    def begin_pass(self, step: int) -> None:
+        pass
+
+    def position(self, step: int) -> int:
+        raise NotImplementedError
 
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         return next(iterators[0])
@@ -86,8 +108,8 @@ class ArrayFeed:
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []
 
-    def take_back(self, sums: tf.Tensor) -> None:
-        pass
+    def take_back(self, sums: tf.Tensor) -> tf.Tensor:
+        return tf.constant(True)
 
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """This worker's batches, for its replicas in turn."""
@@ -105,17 +127,16 @@ class StreamFeed:
     """Batches of the worker's own stream; see `Feed`.
 
     The workers' batches in a step may be of different sizes. So that each worker knows its share when it computes, the
-    sizes of the next batches are summed with every step.
+    sizes of the next batches are summed with every step, and with them the workers whose data have ended.
 
     Args:
         begin: the number of the first batch.
 
     Raises:
         ConfigError: a worker has several GPUs.
-        DataError: the first batch cannot be read.
     """
 
-    num_extra = 1
+    num_extra = 2
 
     def __init__(self, workers: Workers, stream: Stream, begin: int) -> None:
         if workers.num_replicas > workers.count:
@@ -123,41 +144,62 @@ class StreamFeed:
                 "data: the GPUs of a synchronous worker cannot share its stream; use a worker for each GPU"
             )
         self.iterators = ()
-        self._layout, self._begin = stream.layout, begin
-        self._reader = Reader(stream, workers.index)
-        # No step has carried the sizes of the first batches, so they are summed here.
-        sizes = workers.add_up(np.array([float(self._first_size())]))
-        self._total = tf.Variable(sizes[0], dtype=tf.float32, trainable=False)  # the examples of the next step
+        self._layout, self._begin, self._workers = stream.layout, begin, workers
+        self._reader, self._pass = Reader(stream, workers.index), 0
+        # Of the next step: its examples, and the workers without a batch.
+        self._totals = tf.Variable(tf.zeros([2]), trainable=False)
+        self._is_prepared = False
+
+    @property
+    def num_ended(self) -> int:
+        return int(self._totals[1]) if self._is_prepared else 0
+
+    def prepare(self, step: int) -> None:
+        # No step has carried the sizes of the first batches.
+        if not self._is_prepared:
+            self._totals.assign(self._workers.add_up(self._next(self.position(step))))
+            self._is_prepared = True
+
+    def begin_pass(self, step: int) -> None:
+        self._begin, self._pass, self._is_prepared = -step, self._pass + 1, False
+
+    def position(self, step: int) -> int:
+        return self._begin + step
 
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         specs = self._layout.batched(None)
         types = [*(spec.dtype for spec in specs), tf.float32]
-        *leaves, next_size = tf.numpy_function(self._take, [step], types)
+        *leaves, following = tf.numpy_function(self._take, [step], types)
         # A Python function returns tensors without a shape, and models need one.
-        return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(leaves, specs, strict=True)], next_size
+        return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(leaves, specs, strict=True)], following
 
     def part(self, element: Any) -> BatchPart:
         leaves, _ = element
-        return BatchPart(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._total)
+        return BatchPart(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._totals[0])
 
     def extra(self, element: Any) -> list[tf.Tensor]:
-        return [tf.reshape(element[1], [1])]
+        return [tf.reshape(element[1], [2])]
 
-    def take_back(self, sums: tf.Tensor) -> None:
-        self._total.assign(sums[0])
+    def take_back(self, sums: tf.Tensor) -> tf.Tensor:
+        self._totals.assign(sums)
+        return sums[1] == 0
 
     def _take(self, step: int) -> list[Any]:
-        number = self._begin + int(step)
-        leaves = self._reader.take(number, 1)
-        return [*leaves, np.float32(self._reader.size(number + 1))]
+        number = self.position(int(step))
+        return [*self._reader.take(number, 1), self._summed(self._reader.size(self._pass, number + 1))]
 
-    def _first_size(self) -> int:
-        """The size of the first batch, which may take long to read after a resume."""
+    def _next(self, number: int) -> np.ndarray:
+        """What this worker adds to `_totals` for the batch of that number, which may take long to read on a resume."""
         # In a thread, so that the watchdog hears of this worker while the stream skips to its position.
         sizes: list[int] = []
-        thread = threading.Thread(target=lambda: sizes.append(self._reader.size(self._begin)), daemon=True)
+        thread = threading.Thread(target=lambda: sizes.append(self._reader.size(self._pass, number)), daemon=True)
         thread.start()
         while thread.is_alive():
             heartbeat.progress(heartbeat.START_SECS)
             thread.join(LOOK_SECS)
-        return sizes[0]
+        return self._summed(sizes[0])
+
+    @staticmethod
+    def _summed(size: int) -> np.ndarray:
+        """A size that `Reader.size` has returned, and whether it says that the data have ended."""
+        return np.array([max(size, 0), size < 0], np.float32)

@@ -64,9 +64,6 @@ class OwnStreamFeed(StreamFeed):
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []
 
-    def take_back(self, sums: tf.Tensor) -> None:
-        pass
-
 
 class OuterOptimizer:
     """Takes the way from the last weights to their new mean for a gradient, as DiLoCo does.

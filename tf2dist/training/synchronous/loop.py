@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -42,11 +42,12 @@ class SyncLoop(LoopBase):
 
     def __init__(self, config: RunConfig, run: SyncRun, splits: data.Splits, report: Report) -> None:
         self._workers, self._splits, self._origin = run.workers, splits, run.origin
-        self._graphs, self._optimizer = run.graphs, run.optimizer
+        self._graphs, self._optimizer, self._feed = run.graphs, run.optimizer, run.feed
         super().__init__(config, run, report)
         self.leads = self._workers.index == 0
         self._counted = counter_of(self.optimizer)
-        self._evaluate, self._evaluated_at_once = run.step.evaluate_function(), run.evaluated_at_once
+        self._evaluate = run.step.evaluate_function(splits.evaluated_layout)
+        self._evaluated_at_once = run.evaluated_at_once
         self._secs_per_step = 0.0  # the mean of all workers; 0 while unknown
         self._own_secs = 0.0  # of a step on this worker; 0 while unknown
         step, none = self._origin.step, np.zeros(self.metrics.size)
@@ -73,7 +74,8 @@ class SyncLoop(LoopBase):
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Takes exactly as many steps as are missing; every worker must call this with the same `until_step`."""
         requested = PauseRequest.NOTHING
-        while self.progress.global_step < until_step and not requested:
+        self._feed.prepare(self.progress.global_step - self._origin.step)
+        while self.progress.global_step < until_step and not requested and not self.epoch_has_ended:
             before = self.progress.global_step
             started = time.monotonic()
             # These numbers are summed over all replicas with the gradients. So all workers learn of a request at the
@@ -101,6 +103,17 @@ class SyncLoop(LoopBase):
             self.report(self.progress)
         return requested
 
+    @property
+    def epoch_has_ended(self) -> bool:
+        return self._feed.num_ended > 0
+
+    @property
+    def num_unread(self) -> int:
+        return self._workers.count - self._feed.num_ended if self.epoch_has_ended else 0
+
+    def begin_epoch(self) -> None:
+        self._feed.begin_pass(self.progress.global_step - self._origin.step)
+
     def _steps_per_call(self) -> int:
         """The same number on all workers, because it follows from the mean of their times."""
         if self.config.train.steps_per_execution:
@@ -118,20 +131,31 @@ class SyncLoop(LoopBase):
         if step // every != (step - count) // every:
             worker = self._workers.index
             epoch, own_step = (step - 1) // self.sharding.steps_per_pass, self.progress.local_steps[worker]
-            where = f"worker={worker}, epoch={epoch}, global_step={step}"
+            where = "" if self.sharding.ends_with_data else f"epoch={epoch}, "
+            where = f"worker={worker}, {where}global_step={step}"
             print(f"{where}, local_step={own_step}, loss={self.progress.loss:.4f}", flush=True)
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Every worker evaluates its own ranges of the split; the sums are added up over all workers."""
-        arrays: Arrays = getattr(self._splits, split)
-        num_examples = self.sizes[split]
+        """Every worker evaluates its own part of the split; the sums are added up over all workers."""
         trainable, state = self.step.values()
         sums = np.zeros(1 + self.step.evaluated.size)
-        for first, last in chunks(num_examples, self._evaluated_at_once, self._workers.index, self._workers.count):
-            part = [tf.constant(leaf) for leaf in arrays[first:last].leaves]
-            sums += self._evaluate(trainable, state, part).numpy()
+        for batch in self._evaluated_batches(split):
+            sums += self._evaluate(trainable, state, [tf.constant(leaf) for leaf in batch]).numpy()
             heartbeat.progress()
-        return Evaluation.of_sums(self.step.evaluated, self._workers.add_up(sums), num_examples)
+        if self._splits.validation_stream:  # those of other workers may be longer; each reports its own progress
+            heartbeat.extend_deadline(heartbeat.START_SECS)
+        total = self._workers.add_up(sums)
+        heartbeat.extend_deadline(0.0)
+        return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
+
+    def _evaluated_batches(self, split: str) -> Iterator[list[np.ndarray]]:
+        """The leaves of the batches that this worker evaluates."""
+        index = self._workers.index
+        if stream := self._splits.validation_stream:
+            return stream.one_pass(index)
+        arrays: Arrays = getattr(self._splits, split)
+        ranges = chunks(self.sizes[split], self._evaluated_at_once, index, self._workers.count)
+        return (arrays[first:last].leaves for first, last in ranges)
 
     def updates_applied(self) -> int:
         """What the optimizer has counted; the global step comes from a counter of our own."""
@@ -150,7 +174,7 @@ class SyncLoop(LoopBase):
     def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
         steps = self.progress.global_step - self._origin.step
         if self._splits.stream:  # all workers have taken the same steps of their streams
-            positions = [self._origin.first_batch + steps] * self.sharding.num_shards
+            positions = [self._feed.position(steps)] * self.sharding.num_shards
             return input_facts(self.sharding, positions=positions), self._graphs.arrays()
         position = NumberedSteps(self.sharding, self._origin.begin).position(steps)
         return input_facts(self.sharding, position), self._graphs.arrays()

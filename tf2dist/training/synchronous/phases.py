@@ -57,7 +57,7 @@ class PhasedStep(SyncStep):
     def applied_at_end(self) -> list[keras.Variable]:
         return []
 
-    def _apply(self, reduced: list[tf.Tensor]) -> tf.Tensor:
+    def _apply(self, reduced: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         if self.optimizer not in self._optimizers:  # a MultiOptimizer counts the steps
             counter_of(self.optimizer).assign_add(1)
         return super()._apply(reduced)

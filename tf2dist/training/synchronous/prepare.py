@@ -83,6 +83,7 @@ class SyncRun(PreparedRun):
         origin: where the run begins.
         optimizer: the optimizer of this worker, built for its model.
         evaluated_at_once: how many examples, at most.
+        feed: the input of this worker.
         graphs: the graph of the training steps.
     """
 
@@ -90,6 +91,7 @@ class SyncRun(PreparedRun):
     origin: Origin
     optimizer: keras.Optimizer
     evaluated_at_once: int
+    feed: Feed
     graphs: SyncStep
 
 
@@ -169,6 +171,7 @@ def prepare(
         origin=origin,
         optimizer=optimizer,
         evaluated_at_once=at_once,
+        feed=feed,
         graphs=graphs,
     )
 

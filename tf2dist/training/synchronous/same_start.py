@@ -80,7 +80,8 @@ def _errors(config: RunConfig, others: str) -> list[RequestError]:
 
 
 def _description_of(splits: Splits) -> bytes:
-    return str([str(splits.stream or splits.train), sorted(splits.sizes().items()), splits.num_classes]).encode()
+    evaluated = str(splits.validation_stream or sorted(splits.sizes().items()))
+    return str([str(splits.stream or splits.train), evaluated, splits.num_classes]).encode()
 
 
 def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:

@@ -187,14 +187,15 @@ class SyncStep:
     def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *iterators: Any) -> tf.Tensor:
         """See `take`; returns float64 [num_sums]."""
 
-        def step(number: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def step(number: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             # After the all-reduce the replicas of a worker hold the same sum.
             reduced = self.on_replicas(self._replica_step, self.next_element(iterators), shared)
+            of_step, goes_on = self._apply(reduced)
             # A float32 sum over many steps would lose examples beyond 2^24.
-            return number + 1, sums + tf.cast(self._apply(reduced), tf.float64)
+            return number + 1, sums + tf.cast(of_step, tf.float64), goes_on
 
-        start = tf.constant(0), tf.zeros([self.num_sums], tf.float64)
-        return tf.while_loop(lambda number, _: number < num_steps, step, start)[1]
+        start = tf.constant(0), tf.zeros([self.num_sums], tf.float64), tf.constant(True)
+        return tf.while_loop(lambda number, _, goes_on: (number < num_steps) & goes_on, step, start)[1]
 
     def _replica_step(self, element: Any, shared: tf.Tensor) -> list[tf.Tensor]:
         """One step of one replica; returns the sums of what all replicas contribute."""
@@ -212,11 +213,15 @@ class SyncStep:
     def _decay(self, variable: keras.Variable) -> float:
         return self.step.trace.decays.get(id(variable), 1.0)
 
-    def _apply(self, reduced: list[tf.Tensor]) -> tf.Tensor:
-        """The same update on every worker; returns the sums that came with it, float32 [num_sums]."""
+    def _apply(self, reduced: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """The same update on every worker.
+
+        Returns:
+            The sums that came with it, float32 [num_sums], and whether another step can follow.
+        """
         sizes = self.num_sums, self._num_weights, self._feed.num_extra
         tensors, (sums, weight, extra) = self._buckets.unpack(reduced, *sizes)
-        self._feed.take_back(extra)
+        goes_on = self._feed.take_back(extra)
         trained = self.applied_at_end
         gradients, changes = tensors[: len(trained)], tensors[len(trained) :]
         if self.step.weighs_losses:
@@ -227,7 +232,7 @@ class SyncStep:
             apply_change(variable, self._decay(variable), change)
         self.optimizer.apply(gradients, trained)
         self.applied.assign_add(1)
-        return sums
+        return sums, goes_on
 
     def _divided(
         self, gradients: list[tf.Tensor], sums: tf.Tensor, weight: tf.Tensor
