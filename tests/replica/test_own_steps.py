@@ -25,7 +25,6 @@ from tf2dist.training.synchronous.prepare import step_class
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
 Y = X[:, :1] * 2
-ELSEWHERE = keras.optimizers.SGD(0.1)
 
 
 class Linear(keras.Model):  # type: ignore[misc]
@@ -147,7 +146,7 @@ REFUSED: dict[str, Callable[[], keras.Model]] = {
     "its test_step applies an optimizer": lambda: linear(test_step=Linear.train_step),
     "its test_step fails ..no test": lambda: linear(test_step=untestable),
     "its train_step applies the optimizer sgd.*, which the model has in none of its attributes": lambda: linear(
-        train_step=lambda self, data: self.update(data, ELSEWHERE) or {}
+        train_step=lambda self, data: self.update(data, keras.optimizers.SGD(0.1)) or {}
     ),
 }
 
