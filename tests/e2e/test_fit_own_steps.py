@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tf2dist
-from tests.replica.own_steps import SIZE, Critic, Gan
+from tests.replica.own_steps import SIZE, Critic, Distiller, Gan
 from tf2dist.process.tf_internals import fresh_names
 
 RNG = np.random.default_rng(0)
@@ -20,6 +20,11 @@ TWO = tf2dist.Local(workers=2)
 def gan() -> keras.Model:
     keras.utils.set_random_seed(3)
     return Gan((28, 28, 1), 10)
+
+
+def distiller() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return Distiller((28, 28, 1), 10)
 
 
 def critic() -> keras.Model:
@@ -59,6 +64,19 @@ def test_two_synchronous_workers_train_a_gan_as_keras_does_and_a_run_goes_on(tmp
     assert rest.model is not None
     assert_alike(rest.model, plain)
     assert int(rest.model.d_optimizer.iterations.numpy()) == 48, "the critic is trained twice in each of 24 steps"
+
+
+@pytest.mark.timeout(600)
+def test_a_step_with_one_optimizer_trains_as_keras_does(tmp_path: Path) -> None:
+    with fresh_names():
+        plain = distiller()
+    history = plain.fit(X, Y, batch_size=20, epochs=2, shuffle=False, verbose=0).history
+    result = fit(distiller, tmp_path / "run", mode="sync", cluster=TWO, batch_size=10, epochs=2, validation_data=None)
+    for name, values in history.items():
+        assert result.history.history[name] == pytest.approx(values, rel=1e-4), name
+    assert result.model is not None
+    assert_alike(result.model, plain)
+    assert int(result.model.optimizer.iterations.numpy()) == 12
 
 
 @pytest.mark.timeout(600)

@@ -259,7 +259,9 @@ class OwnStep(ModelStep):
     def updates_per_step(self, optimizer: keras.Optimizer) -> list[int]:
         """By how much a step moves each of `counters_of` this optimizer, which trains all variables."""
         times = Counter(map(id, self.optimizers_in(optimizer)))
-        return [1, *(times[id(inner)] for inner in inner_optimizers(optimizer))]
+        # A single optimizer is the only one in itself.
+        moved = {id(counter_of(inner)): times[id(inner)] for inner in inner_optimizers(optimizer)}
+        return list(({id(counter_of(optimizer)): 1} | moved).values())
 
     def _optimizer_of_groups(self) -> keras.Optimizer:
         inner = list({id(group.optimizer): group.optimizer for group in self.groups}.values())
