@@ -209,6 +209,25 @@ def test_a_model_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert len(texts) == 2
 
 
+class Around(keras.Model):  # type: ignore[misc]
+    """A model that Keras cannot describe: it is made from another one, and does not say how."""
+
+    def __init__(self, inner: keras.Model) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs)
+
+
+def test_the_warning_says_what_a_model_lacks(tmp_path: Path) -> None:
+    model = Around(nameless())
+    model.compile("sgd", "mse")
+    warnings: list[str] = []
+    describe(tmp_path, model, lambda: keras.optimizers.SGD(), warnings.append)
+    assert "Please implement `get_config()`.); load_model will need the end of the run" in warnings[0]
+
+
 def leave_only(run_dir: Path, model: keras.Model) -> list[str]:
     warnings: list[str] = []
     describe(run_dir, model, lambda: nameless().optimizer, warnings.append)

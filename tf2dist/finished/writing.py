@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot, flush
 from tf2dist.checkpoint.state import values
-from tf2dist.errors import first_line
+from tf2dist.errors import reason_of
 from tf2dist.files import write_whole
 from tf2dist.finished.names import OPTIMIZER, copy_names, fill, saved_variables
 from tf2dist.model.optimizer_checks import prepare_choice
@@ -88,7 +88,7 @@ def _set_rates(optimizer: keras.Optimizer, source: keras.Optimizer) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or first_line(str(error)) or type(error).__name__)
+    return str(getattr(error, "strerror", None) or reason_of(error))
 
 
 def _save(run_dir: Path, model: keras.Model) -> None:
