@@ -44,6 +44,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
     the gradients by its value before the call and by the assigned values, each taken as independent.
 
     Attributes:
+        trainable_ids: the ids of the trainable variables.
         assigned: the values that the call assigns to each trainable variable, by the variable's id; needs a tape.
         num_updates: how often the call assigns each variable, by its id.
         foreign: the paths of assigned variables that have no value here.
@@ -59,7 +60,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         # Without a scope that collects them, layers drop what the call gives to `add_loss`.
         super().__init__(mapping, collect_losses=True)
         self._known = {id(variable) for variable, _ in mapping}
-        self._trainable, self._tape = set(map(id, trainable)), tape
+        self.trainable_ids, self._tape = set(map(id, trainable)), tape
         self.assigned: dict[int, list[tf.Tensor]] = {}
         self.num_updates: dict[int, int] = {}
         self.foreign: list[str] = []
@@ -79,7 +80,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         self.num_updates[id(variable)] = self.num_updates.get(id(variable), 0) + 1
         if id(variable) not in self._known:
             self.foreign.append(variable.path)
-        if self._tape and id(variable) in self._trainable:
+        if self._tape and id(variable) in self.trainable_ids:
             self._tape.watch(value)
             self.assigned.setdefault(id(variable), []).append(value)
         super().add_update((variable, value))

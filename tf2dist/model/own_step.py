@@ -127,7 +127,7 @@ class OwnStep(ModelStep):
         scope = self._train_scope(trainable, state, tf.constant([0, number], tf.int64))
         with scope:
             self.model.train_step(_data(self.layout, leaves))
-        return [gradient for update in scope.updates for gradient in update.gradients], self._terms(scope, state)
+        return [gradient for update in scope.updates for gradient in update.gradients], self.terms(scope, state)
 
     def evaluate(
         self,
@@ -149,12 +149,12 @@ class OwnStep(ModelStep):
         place: tf.Tensor,
         apply: Callable[[Update], list[tf.Tensor]] | None = None,
     ) -> TrainScope:
-        mapping = self._mapping(trainable, state, self.metrics.zeros(), place)
+        mapping = self.scope_values(trainable, state, self.metrics.zeros(), place)
         return TrainScope(mapping, list(self.model.trainable_variables), apply)
 
     def _build_metrics(self) -> None:
         build(self.model, self.layout, self._name, self._tested)
-        self._divide_variables(list(self.model.trainable_variables))
+        self.divide_variables(list(self.model.trainable_variables))
         self.metrics = self.evaluated = LoggedMetrics(self.model, {}, set())
 
     def _trace(self) -> Trace:
@@ -164,19 +164,19 @@ class OwnStep(ModelStep):
         def call(
             trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], leaves: list[tf.Tensor]
         ) -> None:
-            mapping = self._mapping(trainable, state, metrics, tf.zeros([2], tf.int64))
+            mapping = self.scope_values(trainable, state, metrics, tf.zeros([2], tf.int64))
             with TrainScope(mapping, self.trainable) as scope, _recorded(self.model.metrics) as results:
                 logged = _logged(self.model.train_step(_data(self.layout, leaves)), results)
             self._read_updates(scope)
             reached, old = reached_from(*leaves), {id(variable): value for variable, value in mapping}
             self.metrics = LoggedMetrics(self.model, logged, self._of_batches(scope, old, reached))
-            changed = self._changed_by_users(scope, [old[id(v)] for v in self.state])
+            changed = self.changed_by_users(scope, [old[id(v)] for v in self.state])
             metric_changes = [(v, scope.state_mapping[id(v)], old[id(v)]) for v in self.metrics.variables]
             traces.append(
                 Trace(
                     outputs=None,
                     assigned=list({id(v): v for v in scope.assigns_updated}.values()),
-                    draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
+                    draws=[scope.num_updates.get(id(v), 0) for v in self.seeds],
                     not_additive=[v for v, new, old in metric_changes if new is not old and decay_of(new, old) != 1],
                     foreign=scope.foreign,
                     outside=scope.outside,
@@ -191,11 +191,11 @@ class OwnStep(ModelStep):
                 )
             )
 
-        signature = (*self._specs(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
+        signature = (*self.specs_of(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
         with _told_of(self._name, "train_step"):
             traced = tf.function(call, autograph=False).get_concrete_function(*signature)
             trace = traces[-1]
-            known = [*self.trainable, *self._others, *self.metrics.variables, *trace.outside]
+            known = [*self.trainable, *self.others, *self.metrics.variables, *trace.outside]
             trace.outside.extend(read_directly(traced, known))
             self._check_optimizers(trace)
         self.evaluated = self._trace_evaluation(self._tested) if self._tested else self.metrics
@@ -215,7 +215,7 @@ class OwnStep(ModelStep):
         self.groups = [Group(update.optimizer, update.variables) for update in scope.updates]
         self.is_in_phases = scope.reads_updated or self.repeats
         trained = {id(v): v for group in self.groups for v in group.variables}
-        self._divide_variables(list(trained.values()))
+        self.divide_variables(list(trained.values()))
 
     def _of_batches(self, scope: TrainScope, old: dict[int, tf.Tensor], reached: set[str]) -> set[int]:
         """The variables of metrics that take a batch as one, whatever its size, such as a mean of losses."""

@@ -105,6 +105,7 @@ class ModelStep:
             that the call assigns, as spectral normalization does. The states of random generators are left out:
             they follow from the worker and the step, so a resumed run repeats them. Worker 0 has those that plain
             Keras would have at this step.
+        others, seeds: the variables of the model that are not trained, and those among them of random generators.
         loss_scale: the factor by which the optimizer wants the loss scaled up, against underflow; the gradients
             are divided by it again. If it is a variable, a LossScaleOptimizer divides them.
         earlier_optimizer: the optimizer that has trained the model before; None for a new model.
@@ -118,7 +119,7 @@ class ModelStep:
         self.loss_scale: float | keras.Variable | None = None
         self.earlier_optimizer: keras.Optimizer | None = None
         self._takes_training = "training" in inspect.signature(model.call).parameters
-        self._divide_variables(list(model.trainable_variables))
+        self.divide_variables(list(model.trainable_variables))
         self._build_metrics()
         self.sums_losses = any(getattr(loss, "reduction", None) == "sum" for loss in self.losses)
         self.trace = self._trace()
@@ -126,18 +127,18 @@ class ModelStep:
         self.state += self.trace.assigned
         self.outside = {f"{OUTSIDE}{number}": [variable] for number, variable in enumerate(self.trace.outside)}
 
-    def _divide_variables(self, trainable: list[keras.Variable]) -> None:
+    def divide_variables(self, trainable: list[keras.Variable]) -> None:
         """Divides the variables of the model into the trained ones, the state, and those of random generators."""
         # Variables are looked up by id, here and below: == of Keras variables compares what they hold.
         of_seeds, trained = set(map(id, seeds_of(self.model))), set(map(id, trainable))
         others = [*self.model.non_trainable_variables, *self.model.trainable_variables]
-        self.trainable, self._others = trainable, [v for v in others if id(v) not in trained]
-        self._seeds = [v for v in self._others if id(v) in of_seeds]
+        self.trainable, self.others = trainable, [v for v in others if id(v) not in trained]
+        self.seeds = [v for v in self.others if id(v) in of_seeds]
         # Read once, to become constants of the graph: the variables may lie on a ps, and no step changes them.
         with tf.init_scope():  # an own step is divided while it is traced
-            self._seed_values = [np.array(v.value) for v in self._seeds]
-        self._draws = [0] * len(self._seeds)  # of a step; known once one has been traced
-        self.state = [v for v in self._others if id(v) not in of_seeds]
+            self._seed_values = [np.array(v.value) for v in self.seeds]
+        self._draws = [0] * len(self.seeds)  # of a step; known once one has been traced
+        self.state = [v for v in self.others if id(v) not in of_seeds]
 
     def _build_metrics(self) -> None:
         # A compiled model knows its losses and the variables of its metrics only when these are built.
@@ -192,7 +193,7 @@ class ModelStep:
         """The states of the random generators after `step` steps, as in plain Keras; named as in `generators`."""
         values = {
             id(v): value + np.array([0, step * draws], value.dtype)
-            for v, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True)
+            for v, value, draws in zip(self.seeds, self._seed_values, self._draws, strict=True)
         }
         return {name: values[id(v)] for name, v in generators(self.model).items()}
 
@@ -255,9 +256,9 @@ class ModelStep:
         with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
             loss = self._forward(leaves, training).loss
             losses = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in (loss, *self.model.losses)]
-        return losses, self._terms(scope, state)
+        return losses, self.terms(scope, state)
 
-    def _terms(self, scope: CallScope, state: list[tf.Tensor]) -> dict[int, tf.Tensor]:
+    def terms(self, scope: CallScope, state: list[tf.Tensor]) -> dict[int, tf.Tensor]:
         """What a call has added to the state of `Trace.decays`, by id."""
         return {
             id(v): tf.cast(scope.get_current_value(v), tf.float32) - decay * tf.cast(old, tf.float32)
@@ -287,7 +288,7 @@ class ModelStep:
 
     def evaluate_function(self, layout: Layout | None = None) -> Any:
         """`evaluate`, traced once for any number of examples: Keras' metrics ask whether that number is fixed."""
-        signature = (*self._specs(self.trainable, self.state), (layout or self.layout).batched(None))
+        signature = (*self.specs_of(self.trainable, self.state), (layout or self.layout).batched(None))
 
         # Not by functools.partial: TensorFlow would take the layout for an argument.
         def evaluate(trainable: list[tf.Tensor], state: list[tf.Tensor], leaves: list[tf.Tensor]) -> tf.Tensor:
@@ -306,24 +307,24 @@ class ModelStep:
         """The scope in which the variables of the model have the given values, and random generators the step's."""
         if tape:
             tape.watch(trainable)  # a tape records variables by itself, but not what is computed from tensors
-        return CallScope(self._mapping(trainable, state, metrics, place), self.trainable, tape)
+        return CallScope(self.scope_values(trainable, state, metrics, place), self.trainable, tape)
 
-    def _mapping(
+    def scope_values(
         self, trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], place: tf.Tensor
     ) -> list[tuple[keras.Variable, tf.Tensor]]:
         """The variables of a scope, with their values."""
         values = dict(zip(map(id, self.state), state, strict=True)) | self._generators(place)
-        others = [(variable, values[id(variable)]) for variable in self._others]
+        others = [(variable, values[id(variable)]) for variable in self.others]
         of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
         return [*zip(self.trainable, trainable, strict=True), *others, *of_metrics]
 
     def _generators(self, place: tf.Tensor) -> dict[int, tf.Tensor]:
         """The states of the random generators before a step, by id: a seed and a count of draws."""
-        if not self._seeds:
+        if not self.seeds:
             return {}
         worker, step = tf.unstack(place)
         states = {}
-        for variable, value, draws in zip(self._seeds, self._seed_values, self._draws, strict=True):
+        for variable, value, draws in zip(self.seeds, self._seed_values, self._draws, strict=True):
             # Another seed for each worker, or all would drop the same units; Keras adds 1 to the count for each draw.
             offset = tf.cast(tf.stack([worker * WORKER_STRIDE, step * draws]), variable.dtype)
             states[id(variable)] = tf.constant(value, variable.dtype) + offset
@@ -389,14 +390,14 @@ class ModelStep:
                 penalties = list(self.model.losses)
                 maskable = [*leaves_of(forward.outputs), *(value for _, value in forward.loss_values)]
                 new_values = [scope.get_current_value(v) for v in self.metrics.variables]
-                changed = self._changed_by_users(scope, state)
+                changed = self.changed_by_users(scope, state)
             reached = reached_from(*leaves)
             metric_changes = zip(self.metrics.variables, metrics, new_values, strict=True)
             traces.append(
                 Trace(
                     outputs=forward.outputs,
                     assigned=[v for v in self.trainable if id(v) in scope.assigned],
-                    draws=[scope.num_updates.get(id(v), 0) for v in self._seeds],
+                    draws=[scope.num_updates.get(id(v), 0) for v in self.seeds],
                     not_additive=[v for v, old, new in metric_changes if new is not old and decay_of(new, old) != 1],
                     foreign=scope.foreign,
                     outside=scope.outside,
@@ -411,10 +412,10 @@ class ModelStep:
                 )
             )
 
-        signature = (*self._specs(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
+        signature = (*self.specs_of(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
         traced = tf.function(call, autograph=False).get_concrete_function(*signature)
         outside = traces[0].outside
-        known = [*self.trainable, *self._others, *self.metrics.variables, *outside]
+        known = [*self.trainable, *self.others, *self.metrics.variables, *outside]
         outside.extend(read_directly(traced, known))
         return traces[0]
 
@@ -424,7 +425,7 @@ class ModelStep:
             return False
         return any(value.shape.rank is None or None in value.shape[1:].as_list() for value in values)
 
-    def _changed_by_users(
+    def changed_by_users(
         self, scope: CallScope, state: list[tf.Tensor]
     ) -> list[tuple[keras.Variable, tf.Tensor, tf.Tensor]]:
         """The state that a call changes, with its new and old values, but for that of Keras's own layers."""
@@ -435,7 +436,7 @@ class ModelStep:
         return [(v, new, old) for v, new, old in values if new is not old and id(v) not in known]
 
     @staticmethod
-    def _specs(*parts: list[keras.Variable]) -> list[list[tf.TensorSpec]]:
+    def specs_of(*parts: list[keras.Variable]) -> list[list[tf.TensorSpec]]:
         return [[tf.TensorSpec(v.shape, v.dtype) for v in variables] for variables in parts]
 
 

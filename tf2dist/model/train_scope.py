@@ -84,7 +84,7 @@ class TrainScope(CallScope):
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         super().add_update(update)
         variable, _ = update
-        if id(variable) in self._trainable:
+        if id(variable) in self.trainable_ids:
             self.assigned.setdefault(id(variable), []).append(self.state_mapping[id(variable)])
             self._watch_new(id(variable))
 
@@ -103,7 +103,7 @@ class TrainScope(CallScope):
 
     def begin(self, tape: tf.GradientTape) -> None:
         """Makes a tape record what is computed from the values of the trainable variables."""
-        values = {key: [self.state_mapping[key]] for key in self._trainable}
+        values = {key: [self.state_mapping[key]] for key in self.trainable_ids}
         tape.watch(list(values.values()))
         self._watched[id(tape)] = tape, values
         self._recording.append(tape)
@@ -137,7 +137,7 @@ class TrainScope(CallScope):
         pairs = [(variable, tf.convert_to_tensor(gradient)) for variable, gradient in every if gradient is not None]
         if not pairs:
             raise ConfigError(f"applies {optimizer.name} to variables of which no loss gives a gradient; leave it out")
-        if strangers := [variable for variable, _ in pairs if id(variable) not in self._trainable]:
+        if strangers := [variable for variable, _ in pairs if id(variable) not in self.trainable_ids]:
             raise ConfigError(f"applies an optimizer to {strangers[0]}, which is no trainable variable of the model")
         unscaled = [gradient / scale if scale else gradient for _, gradient in pairs]
         update = Update(optimizer, [variable for variable, _ in pairs], unscaled)
