@@ -33,7 +33,7 @@ class Linear(keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.dense, self.tracker, self.count = keras.layers.Dense(1), keras.metrics.Mean(name="error"), 0
-        self.second = keras.optimizers.SGD(0.1)
+        self.second, self.averaged = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1, use_ema=True)
 
     def call(self, x: Any) -> Any:
         return self.dense(x)
@@ -116,6 +116,11 @@ def by_two(self: Linear, data: Any) -> Any:
     return {}
 
 
+def averaging(self: Linear, data: Any) -> Any:
+    self.update(data, self.averaged)
+    return {}
+
+
 def of_nothing(self: Linear, data: Any) -> Any:
     self.optimizer.apply([None, None], self.trainable_variables)
     return {}
@@ -132,6 +137,7 @@ REFUSED: dict[str, Callable[[], keras.Model]] = {
     "is not compiled; call its compile": not_compiled,
     "run_eagerly=True, but the tasks compile": eager,
     "its train_step applies no optimizer of the model": lambda: linear(train_step=Linear.test_step),
+    "its train_step applies .* with use_ema, and keras.Model.fit finishes": lambda: linear(train_step=averaging),
     "its train_step trains .*kernel by two optimizers": lambda: linear(train_step=by_two),
     "its train_step applies sgd.* of which no loss gives a gradient": lambda: linear(train_step=of_nothing),
     "its train_step applies an optimizer within a tf.cond": lambda: linear(train_step=in_a_branch),

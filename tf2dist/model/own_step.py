@@ -209,6 +209,12 @@ class OwnStep(ModelStep):
             )
         optimizers: dict[int, keras.Optimizer] = {}  # by id of the variable
         for update in scope.updates:
+            one = update.optimizer
+            if one is not self.model.optimizer and one.use_ema and not one.ema_overwrite_frequency:
+                raise ConfigError(
+                    f"applies {one.name} with use_ema, and keras.Model.fit finishes the averages of model.optimizer "
+                    "alone; leave use_ema out, or give ema_overwrite_frequency"
+                )
             for variable in update.variables:
                 if optimizers.setdefault(id(variable), update.optimizer) is not update.optimizer:
                     raise ConfigError(f"trains {variable.path} by two optimizers; give each variable one")
