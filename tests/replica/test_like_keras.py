@@ -38,6 +38,7 @@ ONE_WORKER = [
     "random",
     "summed",
     "own_loss",
+    "own_metrics",
     "contrastive",
     "distiller",
     "autoencoder",
@@ -49,6 +50,7 @@ OWN_STEPS = [
     "critic",
     "contrastive",
     "contrastive_step",
+    "own_metrics",
 ]  # the models of `own_steps`
 # Models that two synchronous workers train.
 TWO_WORKERS = [
