@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf2dist
 from tests.replica import own_steps  # noqa: F401  registers models
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits
@@ -21,6 +22,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.source import build_step
+from tf2dist.training.synchronous.phases import PhasedStep
 from tf2dist.training.synchronous.prepare import step_class
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
@@ -185,6 +187,35 @@ def test_where_updates_wait_for_the_end_of_a_step_a_step_that_needs_them_is_refu
             checks.check_whole_updates("m", step, "mode=sync_replicas")
         with pytest.raises(ConfigError, match="with algorithm=local_sgd all updates"):
             step_class("m", AlgorithmConfig(kind="local_sgd", local_steps=4), step)
+
+
+def clipping_weights(self: Linear, data: Any) -> Any:
+    self.update(data)
+    self.dense.kernel.assign(keras.ops.clip(self.dense.kernel, -1, 1))
+    return {"error": self.error(data)}
+
+
+def test_what_cannot_go_on_with_updates_is_refused() -> None:
+    config, splits = run_config(), Splits(Arrays(X, Y), num_classes=None)
+    clips = step_of(lambda: linear(train_step=clipping_weights))
+    with pytest.raises(ConfigError, match=r"updates .*kernel by an optimizer and assigns it.*use a constraint"):
+        PhasedStep.check("m", config, None, splits, clips, clips.optimizer)  # type: ignore[arg-type]
+    config.devices.xla, reads = True, step_of(lambda: linear(train_step=after_update))
+    with pytest.raises(ConfigError, match=r"goes on with what it has updated, which devices.xla=true cannot compile"):
+        PhasedStep.check("m", config, None, splits, reads, reads.optimizer)  # type: ignore[arg-type]
+
+
+def gathering(self: Linear, data: Any) -> Any:
+    return Linear.train_step(self, [tf2dist.gather(part) for part in data])
+
+
+def test_gathering_is_refused_with_xla_and_takes_numbers() -> None:
+    step = step_of(lambda: linear(train_step=gathering))
+    checks.check_compiled("m", step, by_xla_for_several=False)
+    with pytest.raises(ConfigError, match=r"model \(m\): calls tf2dist.gather, which devices.xla=true cannot compile"):
+        checks.check_compiled("m", step, by_xla_for_several=True)
+    with pytest.raises(TypeError, match="gather takes floats and integers, and not string"):
+        tf2dist.gather(["a"])
 
 
 def test_other_modes_refuse_what_they_cannot_do(async_loop: Callable[..., Any], replicas_loop: Any) -> None:
