@@ -9,6 +9,7 @@ from tf2dist.process.tf_internals.attendance import Attendance
 from tf2dist.process.tf_internals.of_keras import (
     build_metrics,
     choose_by_path,
+    clip_gradient,
     config_of,
     count_updates_in,
     counter_of,
@@ -51,7 +52,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     wait_at_barrier,
 )
 from tf2dist.process.tf_internals.probes import missing
-from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in
+from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in, rows_in_place_of
 
 __all__ = [
     "Attendance",
@@ -59,6 +60,7 @@ __all__ = [
     "as_one_node",
     "build_metrics",
     "choose_by_path",
+    "clip_gradient",
     "config_of",
     "count_updates_in",
     "counter_of",
@@ -87,6 +89,7 @@ __all__ = [
     "own_layers_of_keras",
     "place_of",
     "publish_functions",
+    "rows_in_place_of",
     "scale_learning_rate",
     "seeds_of",
     "set_learning_rates",

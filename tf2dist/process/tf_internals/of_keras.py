@@ -238,6 +238,11 @@ def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> li
     return [index for index, variable in enumerate(variables) if not uses(variable.value)]
 
 
+def clip_gradient(optimizer: keras.Optimizer, gradient: Any) -> Any:
+    """The gradient of one variable as an optimizer clips it, by value or by a norm."""
+    return attribute(keras, optimizer, "_clip_gradients", Callable)([gradient])[0]
+
+
 def layers_of(model: keras.Layer) -> list[keras.Layer]:
     """The model itself and all its layers, nested ones included."""
     # The public `model.layers` lists only the outermost.

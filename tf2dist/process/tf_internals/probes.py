@@ -29,6 +29,7 @@ from tf2dist.process.tf_internals.of_keras import (
     SCALES,
     build_metrics,
     choose_by_path,
+    clip_gradient,
     count_updates_in,
     counter_of,
     fix_learning_rate,
@@ -62,7 +63,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     this_context,
     use_coordination_service,
 )
-from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in
+from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in, rows_in_place_of
 from tf2dist.tf_constants import (
     AUTOGRAPH_FILE,
     KERAS_DEFAULTS,
@@ -216,6 +217,16 @@ def _views_are_taken() -> bool:
     let_lie_in(vector, [variable])
     variable.assign([3.0, 4.0])
     return [*vector.numpy(), *(variable + 1.0).numpy()] == [3.0, 4.0, 0.0, 4.0, 5.0]
+
+
+def _rows_are_taken() -> bool:
+    variable, ids = keras.Variable([[1.0], [2.0], [3.0]]), tf.constant([2, 0])
+    optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
+    optimizer.build([variable])
+    with rows_in_place_of([variable], ids):
+        gradient = clip_gradient(optimizer, tf.constant([[1.0], [4.0]]) * variable)
+        optimizer.update_step(gradient, variable.value, optimizer.learning_rate)
+    return bool(np.array_equal(variable, [[-1.0], [2.0], [1.0]]))
 
 
 def _rate_is_followed() -> bool:
@@ -430,6 +441,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._get_current_learning_rate"): _rate_is_scaled,
     (keras, "Optimizer._get_current_learning_rate of another"): _rate_is_followed,
     (keras, "Optimizer._use_weight_decay"): _excluded_are_found,
+    (keras, "Optimizer._clip_gradients"): _rows_are_taken,
     (keras, "MultiOptimizer._optimizer_map"): _choices_are_kept,
     (keras, "Variable._initialize"): _parts_are_taken,
     (keras, "Variable._value"): _views_are_taken,

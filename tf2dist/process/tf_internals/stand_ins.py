@@ -3,7 +3,8 @@
 TensorFlow's own `ShardedVariable` cannot: it is not public, has no `numpy`, and Keras takes it for a tensor.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -129,6 +130,42 @@ class View(StandIn):
         return self
 
 
+class Rows(StandIn):
+    """Some rows of a variable, which are read and written alone: the others are neither copied nor locked for long.
+
+    Args:
+        variable: it.
+        ids: integers [U], each of them once.
+    """
+
+    def __init__(self, variable: tf.Variable, ids: tf.Tensor) -> None:
+        self.shape = tf.TensorShape([ids.shape[0], *variable.shape[1:]])
+        self.dtype, self.name, self.trainable = variable.dtype, variable.name, variable.trainable
+        self.device = variable.device
+        self._handle, self._ids = variable.handle, ids
+        self._unique_id = attribute(tf, variable, "_unique_id", str)
+
+    def read_value(self) -> tf.Tensor:
+        return tf.raw_ops.ResourceGather(resource=self._handle, indices=self._ids, dtype=self.dtype)
+
+    # The kernels of `tf.IndexedSlices` take no lock that keeps others from adding to the same row at the same time.
+    def assign(self, value: Any) -> "Rows":
+        tf.raw_ops.ResourceScatterNdUpdate(**self._updated_by(value))
+        return self
+
+    def assign_add(self, value: Any) -> "Rows":
+        tf.raw_ops.ResourceScatterNdAdd(**self._updated_by(value))
+        return self
+
+    def assign_sub(self, value: Any) -> "Rows":
+        tf.raw_ops.ResourceScatterNdSub(**self._updated_by(value))
+        return self
+
+    def _updated_by(self, value: Any) -> dict[str, Any]:
+        value = tf.convert_to_tensor(value, self.dtype)
+        return {"ref": self._handle, "indices": self._ids[:, tf.newaxis], "updates": value}
+
+
 def _strategy_of(variable: tf.Variable | View) -> tf.distribute.Strategy | None:
     strategy: tf.distribute.Strategy | None = attribute(
         tf, variable, "_distribute_strategy", tf.distribute.Strategy | None
@@ -143,3 +180,16 @@ def let_lie_in(vector: keras.Variable, variables: Sequence[keras.Variable]) -> N
         before = attribute(keras, variable, "_value", tf.Variable)
         variable._value = View(vector.value, first, before)
         first += before.shape.num_elements()
+
+
+@contextlib.contextmanager
+def rows_in_place_of(variables: Sequence[keras.Variable], ids: tf.Tensor) -> Iterator[None]:
+    """A block in which each of these variables stands for its rows of these ids."""
+    values = [attribute(keras, variable, "_value", tf.Variable) for variable in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable._value = Rows(value, ids)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
