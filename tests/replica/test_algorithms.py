@@ -15,6 +15,7 @@ from tests.replica.test_resume import taken
 from tf2dist.config.algorithms import ALGORITHMS, AlgorithmConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model import models
+from tf2dist.model.lookups import Lookups
 from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.wire import PackedCount
@@ -108,7 +109,8 @@ def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any
     for server in graphs.servers:
         for number, variable in enumerate(server.trainable):
             variable.assign(tf.fill(variable.shape, 0.5 + number))
-    pushes, _ = graphs._compute([server.pull() for server in graphs.servers], leaves, tf.constant(0, tf.int64))
+    pulled = [server.pull() for server in graphs.servers]
+    pushes, _ = graphs._compute(pulled, leaves, tf.constant(0, tf.int64), graphs.routing.route(Lookups([], [])))
     for server, push in zip(graphs.servers, pushes, strict=True):
         for variable, sent in zip(server.trainable, server._push_layout.unpack(push).pulled, strict=True):
             np.testing.assert_array_equal(sent, variable.numpy())

@@ -56,13 +56,17 @@ def named_variables(model: keras.Model, variables: list[keras.Variable], optimiz
         for owner in (variable, *parts_of(variable))
     }
     of_parts: dict[str, dict[int, keras.Variable]] = {}  # by the number of the part
+    interleaves: dict[str, bool] = {}
     for optimizer in optimizers:
         for name, slot, owner in _slots(optimizer, names):
             if isinstance(owner, Part):
                 of_parts.setdefault(f"optimizer/{name}", {})[owner.number] = slot
+                interleaves[f"optimizer/{name}"] = owner.value_of_whole.interleaves
             else:
                 named.setdefault(f"optimizer/{name}", []).append(slot)
-    return named | {name: [joined([slots[n] for n in sorted(slots)])] for name, slots in of_parts.items()}
+    return named | {
+        name: [joined([slots[n] for n in sorted(slots)], interleaves[name])] for name, slots in of_parts.items()
+    }
 
 
 def _slots(

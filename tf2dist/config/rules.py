@@ -44,12 +44,14 @@ FLOATS = {
     "clipvalue": Option(constraints=(or_null(above(0)),)),
     "global_clipnorm": Option(constraints=(or_null(above(0)),), help="of all gradients together"),
 }
+LAZY_ROWS = "lazy_rows"  # an option of `optimizer` that is no argument of Keras
 ARGUMENTS = {
     **FLOATS,
     "schedule": Option(
         constraints=(one_of("constant", "cosine"),),
         help="of the learning rate: constant, or cosine (rises for 5 % of the steps, then falls to 0)",
     ),
+    LAZY_ROWS: Option(constraints=SWITCH.constraints, help="of large tables update only rows that a batch looks up"),
     "amsgrad": SWITCH,
     "nesterov": SWITCH,
     "centered": SWITCH,
@@ -73,7 +75,7 @@ def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list
     for key, value in arguments.items():
         if key == "name":
             text = "" if isinstance(value, str) else "must be a name"
-        elif (group, key) == ("optimizer", "schedule"):  # handled by us for a plugin's optimizer too
+        elif group == "optimizer" and key in ("schedule", LAZY_ROWS):  # handled by us for a plugin's optimizer too
             text = broken(value, *ARGUMENTS[key].constraints)
         else:
             text = _problem(key, value, builtin, key in choice_keys)

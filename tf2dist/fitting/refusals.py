@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from tf2dist.config.rules import LAZY_ROWS
 from tf2dist.errors import FitError, kind_of
 from tf2dist.model.checks import check_trainable
 from tf2dist.model.optimizer_checks import check_loss_scale
@@ -227,7 +228,7 @@ def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]
         name = override.lstrip("+").partition("=")[0]
         if name in ARGUMENT_OF:
             raise FitError(f"options: {name} is the argument {ARGUMENT_OF[name]} of fit; give that instead")
-        if name.partition(".")[0] in COMMAND_LINE_ONLY:
+        if name.partition(".")[0] in COMMAND_LINE_ONLY and name != f"optimizer.{LAZY_ROWS}":
             raise FitError(
                 f"options: {name} belongs to the command line; give fit the model, the data and the settings themselves"
             )

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Place
 from tf2dist.config.load import load
+from tf2dist.config.rules import LAZY_ROWS
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.layout import Layout, have_same_structure
@@ -281,7 +282,8 @@ def set_model_options(config: RunConfig, model: keras.Model, name: str, data: st
     # Only names: the summary and the checkpoints show them, but the tasks get model and data from the job's folder.
     config.model, config.data = {"name": name}, DataConfig(name=data)
     if optimizer := getattr(model, "optimizer", None):  # a prediction needs none
-        config.optimizer = {"name": re.sub(r"\W+", "_", optimizer.name)}
+        lazy_rows = {name: value for name, value in config.optimizer.items() if name == LAZY_ROWS}
+        config.optimizer = {"name": re.sub(r"\W+", "_", optimizer.name)} | lazy_rows
     config.keras = KerasConfig(
         floatx=floatx, image_data_format=keras.config.image_data_format(), epsilon=keras.config.epsilon()
     )

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf2dist.errors import ConfigError
 from tf2dist.process.parts import keras_variable, parts_of
 
 
@@ -49,6 +50,9 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         num_updates: how often the call assigns each variable, by its id.
         foreign: the paths of assigned variables that have no value here.
         outside: the other variables that the call reads and that have no value here, in the order of the first reads.
+
+    Args:
+        tables: those that have rows instead of a value; see `lookups`.
     """
 
     def __init__(
@@ -56,11 +60,13 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         mapping: list[tuple[keras.Variable, tf.Tensor]],
         trainable: list[keras.Variable],
         tape: tf.GradientTape | None,
+        tables: Sequence[keras.Variable] = (),
     ) -> None:
         # Without a scope that collects them, layers drop what the call gives to `add_loss`.
         super().__init__(mapping, collect_losses=True)
         self._known = {id(variable) for variable, _ in mapping}
         self.trainable_ids, self._tape = set(map(id, trainable)), tape
+        self._tables = set(map(id, tables))
         self.assigned: dict[int, list[tf.Tensor]] = {}
         self.num_updates: dict[int, int] = {}
         self.foreign: list[str] = []
@@ -68,6 +74,8 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Keras calls this in place of each read; None for a variable whose own value is meant."""
+        if id(variable) in self._tables:  # its rows alone are here, and a gradient for the whole would be lost
+            raise ConfigError(f"model: {variable.path} is read as a whole in one call, and only looked up in others")
         if id(variable) not in self._known and all(variable is not outside for outside in self.outside):
             self.outside.append(variable)
         return super().get_current_value(variable)

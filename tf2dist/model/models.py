@@ -6,6 +6,7 @@ from typing import Any
 import keras
 from keras.optimizers import LossScaleOptimizer
 
+from tf2dist.config.rules import LAZY_ROWS
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, reason_of
 from tf2dist.model import checks
@@ -97,6 +98,7 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
     function = look_up(OPTIMIZERS, "optimizer", arguments["name"])
     arguments = dict(arguments)  # it is called again for each ps
     name = arguments.pop("name")
+    arguments.pop(LAZY_ROWS, None)  # says how the optimizer is used, see `row_choice`
     if arguments.pop("schedule", "constant") == "cosine":
         # Warm up from 0: the first steps of Adam are as large as the rate, and stale ones of several workers add up.
         warmup = int(WARMUP * total_steps)

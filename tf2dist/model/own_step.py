@@ -1,7 +1,7 @@
 """The step of a model that has its own `train_step`, `test_step` or `compute_metrics`, run as it is written."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -90,9 +90,10 @@ class OwnStep(ModelStep):
         leaves: list[tf.Tensor],
         place: tf.Tensor,
         share: tf.Tensor | None = None,
+        positions: Sequence[tf.Tensor] = (),
         apply: Callable[[int, list[tf.Tensor]], list[tf.Tensor]] | None = None,
     ) -> StepOutput:
-        """A step; see `ModelStep`.
+        """A step; see `ModelStep`. Tables travel as a whole, so there are no positions.
 
         Args:
             apply: called with the number of each update in the step and its gradients, multiplied by the share; applies
@@ -135,6 +136,7 @@ class OwnStep(ModelStep):
         state: list[tf.Tensor],
         leaves: list[tf.Tensor],
         layout: Layout | None = None,
+        positions: Sequence[tf.Tensor] = (),
     ) -> tf.Tensor:
         with self._train_scope(trainable, state, tf.zeros([2], tf.int64)) as scope:
             logs = _flat(self.model.test_step(_data(layout or self.layout, leaves)))

@@ -31,11 +31,15 @@ def is_exact_by_row(optimizer: keras.Optimizer) -> bool:
     return kind is keras.optimizers.Adagrad or (kind is keras.optimizers.SGD and not optimizer.momentum)
 
 
+def is_one_operation(optimizer: keras.Optimizer) -> bool:
+    """Whether `apply_rows` is one atomic operation, so that several may run at the same time."""
+    return is_exact_by_row(optimizer) and type(optimizer) is keras.optimizers.SGD
+
+
 def apply_rows(optimizer: keras.Optimizer, gradient: tf.Tensor, variable: keras.Variable, ids: tf.Tensor) -> None:
     """Does for some rows of a variable what `Optimizer.apply` does for it all, but does not count the update.
 
-    With SGD without momentum and decay this is one atomic operation. With any other optimizer the caller ensures that
-    no two updates of the variable run at the same time.
+    Unless it `is_one_operation`, the caller ensures that no two updates of the variable run at the same time.
 
     Args:
         optimizer: one that `can_be_lazy`, built with the variable.

@@ -1,6 +1,8 @@
 """The training step of all modes: forward pass, loss, gradients and metrics as a pure function of its inputs."""
 
+import contextlib
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -8,10 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
+from tf2dist.errors import ConfigError
 from tf2dist.model.call_scope import CallScope, read_directly, recording
 from tf2dist.model.gathering import num_calls
+from tf2dist.model.lookups import Lookups, LookupTrace, RowReader, reading, tables_of
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
+from tf2dist.process.parts import read_rows
 from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, own_layers_of_keras, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
@@ -112,12 +117,15 @@ class ModelStep:
         sums_losses: whether the losses are sums over the batch instead of means.
         outside: variables that a step reads where they are, since they are not the model's, such as the factor of a
             penalty that a callback changes; by names for checkpoints, which their order gives.
+        tables: those trainable variables of which a step takes rows in the place of their values, see `lookups`.
     """
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
         self.model, self.layout = model, layout
         self.loss_scale: float | keras.Variable | None = None
         self.earlier_optimizer: keras.Optimizer | None = None
+        self.tables: list[keras.Variable] = []
+        self._lookup_traces: dict[tuple[bool, int], LookupTrace] = {}
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self.divide_variables(list(model.trainable_variables))
         self._build_metrics()
@@ -197,12 +205,69 @@ class ModelStep:
         }
         return {name: values[id(v)] for name, v in generators(self.model).items()}
 
-    def values(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """What the trainable variables and the state hold now."""
-        trainable, state = (
-            [tf.convert_to_tensor(v.value) for v in variables] for variables in (self.trainable, self.state)
-        )
-        return trainable, state
+    def find_tables(self) -> list[keras.Variable]:
+        """The trainable variables that may become `tables`: all calls only look rows up in them."""
+        trained = set(map(id, self.trainable))
+        layers = {table: layers for table, layers in tables_of(self.model).items() if table in trained}
+        for training in (True, False) if layers else ():
+            read_whole = self._trace_lookups(layers, training, self.layout).read_whole
+            layers = {table: layers for table, layers in layers.items() if table not in read_whole}
+        return [variable for variable in self.trainable if id(variable) in layers]
+
+    def let_rows_travel(self, tables: list[keras.Variable]) -> None:
+        """Makes some of those that `find_tables` returns the `tables` of the step."""
+        self.tables = tables
+        layers = tables_of(self.model)
+        self._table_layers = {id(table): layers[id(table)] for table in tables}
+
+    def _trace_lookups(
+        self,
+        layers: dict[int, list[keras.layers.Embedding]],
+        training: bool,
+        layout: Layout,
+        batch_size: int | None = None,
+    ) -> LookupTrace:
+        variables = [*self.trainable, *self.others, *self.metrics.variables]
+
+        def call(values: list[tf.Tensor], leaves: list[tf.Tensor]) -> None:
+            with CallScope(list(zip(variables, values, strict=True)), self.trainable, None):
+                self._forward(leaves, training, layout)
+
+        return LookupTrace(call, variables, layers, layout.batched(batch_size))
+
+    def look_up(self, leaves: list[tf.Tensor], training: bool = True, layout: Layout | None = None) -> Lookups:
+        """In a graph on a CPU: which rows of `tables` a batch looks up; see `__call__` and `evaluate`."""
+        layout, number = layout or self.layout, (training, id(layout))
+        if not self.tables:
+            return Lookups([], [])
+        if number not in self._lookup_traces:
+            with tf.init_scope():
+                self._lookup_traces[number] = self._trace_lookups(self._table_layers, training, layout)
+        return self._lookup_traces[number](leaves)
+
+    def num_lookups(self, batch_size: int) -> list[int]:
+        """How many rows of each of `tables` a training batch looks up.
+
+        Raises:
+            ConfigError: that depends on the values in the batch.
+        """
+        if not self.tables:
+            return []
+        numbers = self._trace_lookups(self._table_layers, True, self.layout, batch_size).num_lookups
+        if None in numbers:
+            path = self.tables[numbers.index(None)].path
+            raise ConfigError(f"model: how many rows of {path} a batch looks up depends on its values; use mode=async")
+        return [number for number in numbers if number is not None]
+
+    def values(self, ids: Sequence[tf.Tensor] = ()) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """What the trainable variables and the state hold now.
+
+        Args:
+            ids: the rows of `tables` that are read in their places; see `Lookups`.
+        """
+        rows = {id(table): read_rows(table, own) for table, own in zip(self.tables, ids, strict=True)}
+        trainable = [rows[id(v)] if id(v) in rows else tf.convert_to_tensor(v.value) for v in self.trainable]
+        return trainable, [tf.convert_to_tensor(v.value) for v in self.state]
 
     def __call__(
         self,
@@ -211,17 +276,21 @@ class ModelStep:
         leaves: list[tf.Tensor],
         place: tf.Tensor,
         share: tf.Tensor | None = None,
+        positions: Sequence[tf.Tensor] = (),
     ) -> StepOutput:
         """One forward and backward pass at the given values of the variables.
 
         Args:
+            trainable: one for each of `self.trainable`; of `tables` the rows of `Lookups.ids`, and so the gradients.
             leaves: of the worker's batch, see `Layout`.
             place: int64 [2]: the worker, and the number of steps before this one.
             share: the part of the whole step's examples that is in this batch; 0 if they are padding. None: all.
+            positions: see `Lookups`.
         """
         with (
             tf.GradientTape() as tape,
             self._scope(trainable, state, self.metrics.zeros(), place, tape) as scope,
+            self._reading(trainable, positions),
         ):
             forward = self._forward(leaves, training=True)
             # The workers' parts add up to the loss of the whole step: sums as they are, means weighted by the shares.
@@ -252,8 +321,12 @@ class ModelStep:
             number: of the step whose random numbers are drawn.
         """
         place = tf.constant([0, number], tf.int64)
-        trainable, state = self.values()
-        with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
+        lookups = self.look_up(leaves, training)
+        trainable, state = self.values(lookups.ids)
+        with (
+            self._scope(trainable, state, self.metrics.zeros(), place, None) as scope,
+            self._reading(trainable, lookups.positions),
+        ):
             loss = self._forward(leaves, training).loss
             losses = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in (loss, *self.model.losses)]
         return losses, self.terms(scope, state)
@@ -272,15 +345,20 @@ class ModelStep:
         state: list[tf.Tensor],
         leaves: list[tf.Tensor],
         layout: Layout | None = None,
+        positions: Sequence[tf.Tensor] = (),
     ) -> tf.Tensor:
         """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics.
 
         Args:
             layout: of the examples, which may have weights where those of the training have none; None: the same.
+            positions: see `Lookups`.
         """
         # A layer that draws in an evaluation, too, draws the same in each: the result can be repeated.
         place = tf.zeros([2], tf.int64)
-        with self._scope(trainable, state, self.metrics.zeros(), place, None) as scope:
+        with (
+            self._scope(trainable, state, self.metrics.zeros(), place, None) as scope,
+            self._reading(trainable, positions),
+        ):
             forward = self._forward(leaves, training=False, layout=layout)
             count = self._update_metrics(forward, forward.loss)
             # float64, since the caller adds up a whole split: float32 counts examples only up to 2^24.
@@ -307,7 +385,17 @@ class ModelStep:
         """The scope in which the variables of the model have the given values, and random generators the step's."""
         if tape:
             tape.watch(trainable)  # a tape records variables by itself, but not what is computed from tensors
-        return CallScope(self.scope_values(trainable, state, metrics, place), self.trainable, tape)
+        return CallScope(self.scope_values(trainable, state, metrics, place), self.trainable, tape, self.tables)
+
+    def _reading(
+        self, trainable: list[tf.Tensor], positions: Sequence[tf.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """The block in which layers take their rows from the values of `tables`."""
+        if not self.tables:
+            return contextlib.nullcontext()
+        values = dict(zip(map(id, self.trainable), trainable, strict=True))
+        reader = RowReader(self.tables, [values[id(table)] for table in self.tables], positions)
+        return reading([layer for layers in self._table_layers.values() for layer in layers], reader)
 
     def scope_values(
         self, trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], place: tf.Tensor
@@ -316,7 +404,9 @@ class ModelStep:
         values = dict(zip(map(id, self.state), state, strict=True)) | self._generators(place)
         others = [(variable, values[id(variable)]) for variable in self.others]
         of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
-        return [*zip(self.trainable, trainable, strict=True), *others, *of_metrics]
+        tables = set(map(id, self.tables))
+        trained = [pair for pair in zip(self.trainable, trainable, strict=True) if id(pair[0]) not in tables]
+        return [*trained, *others, *of_metrics]
 
     def _generators(self, place: tf.Tensor) -> dict[int, tf.Tensor]:
         """The states of the random generators before a step, by id: a seed and a count of draws."""
@@ -368,6 +458,10 @@ class ModelStep:
         # Zeros for a variable that the loss does not reach: every gradient has its place in the vector that is sent.
         gradient_parts = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in gradient_parts]
+        tables = set(map(id, self.tables))
+        pairs = zip(self.trainable, gradients, strict=True)
+        # Those of a row that is looked up several times are added up.
+        gradients = [tf.convert_to_tensor(g) if id(v) in tables else g for v, g in pairs]
         if self.loss_scale is None or isinstance(self.loss_scale, keras.Variable):
             return gradients
         return [gradient / self.loss_scale for gradient in gradients]

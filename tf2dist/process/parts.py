@@ -54,9 +54,9 @@ def all_parts(variables: list[keras.Variable]) -> list[keras.Variable]:
     return [part for variable in variables for part in parts_of(variable)]
 
 
-def joined(parts: list[keras.Variable]) -> keras.Variable:
-    """One variable, which is read and assigned as a whole, of several that follow each other along the first axis."""
-    value = PartitionedVariable([part.value for part in parts])
+def joined(parts: list[keras.Variable], interleaves: bool = False) -> keras.Variable:
+    """One variable, which is read and assigned as a whole, of several parts of it; see `PartitionedVariable`."""
+    value = PartitionedVariable([part.value for part in parts], interleaves)
     with _over(value):
         return keras.Variable(_unused, value.shape, value.dtype, trainable=False, name=parts[0].name)
 
@@ -73,7 +73,7 @@ def join(variables: list[keras.Variable], values: Values) -> list[tf.Tensor]:
     joined_values = []
     for variable in variables:
         first, *others = [values[id(part)] for part in parts_of(variable)]
-        joined_values.append(tf.concat([first, *others], 0) if others else first)
+        joined_values.append(variable.value.join([first, *others]) if others else first)
     return joined_values
 
 
@@ -82,9 +82,22 @@ def cut(variables: list[keras.Variable], tensors: list[tf.Tensor]) -> Values:
     values: Values = {}
     for variable, tensor in zip(variables, tensors, strict=True):
         parts = parts_of(variable)
-        cuts = tf.split(tensor, [part.shape[0] for part in parts]) if len(parts) > 1 else [tensor]
+        cuts = [tensor]
+        if len(parts) > 1:
+            whole = tf.convert_to_tensor(tensor)  # the gradient of a table may come as some of its rows
+            cuts = [whole[rows] for rows in variable.value.rows]
         values.update({id(part): piece for part, piece in zip(parts, cuts, strict=True)})
     return values
+
+
+def read_rows(variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+    """The rows of a table with these ids, int32 [n]; nothing else of it is read, and its parts interleave."""
+    parts = parts_of(variable)
+    if len(parts) == 1:
+        return parts[0].value.sparse_read(ids)
+    places = tf.dynamic_partition(tf.range(tf.size(ids)), ids % len(parts), len(parts))
+    rows = [part.value.sparse_read(tf.gather(ids, own) // len(parts)) for part, own in zip(parts, places, strict=True)]
+    return tf.dynamic_stitch(places, rows)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Which parameter server holds which variable, or which part of it."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -62,14 +63,22 @@ class _Balance:
 
     def place(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
         ps = self.least_loaded(1)[0] if self._chosen_ps is None else self._chosen_ps
-        with tf.device(f"/job:ps/task:{ps}/device:CPU:0"):
+        with tf.device(_device_of(ps)):
             variable = next_creator(**kwargs)
         self._loads[ps] += _bytes_of(variable)
         return variable
 
 
+def _device_of(ps: int) -> str:
+    return f"/job:ps/task:{ps}/device:CPU:0"
+
+
 class _Partitioner:
-    """Cuts variables along their first axis, into parts of at least `min_part_bytes` on as many ps."""
+    """Cuts variables along their first axis, into parts of at least `min_part_bytes` on as many ps.
+
+    Of a table each part has every n-th row: ids are often in the order of how frequent they are, and a part with the
+    first rows would have most of the work.
+    """
 
     def __init__(self, balance: _Balance, min_part_bytes: int) -> None:
         self._balance, self._min_part_bytes = balance, min_part_bytes
@@ -81,19 +90,29 @@ class _Partitioner:
         initial = kwargs.get("initial_value")
         if initial is None or not tf.executing_eagerly():
             return next_creator(**kwargs)
-        # Once for all parts, since an initializer may draw other numbers the next time. On a CPU, as on the ps.
-        with tf.device("CPU:0"):
+        # Once for all parts, since an initializer may draw other numbers the next time. On a ps, since it may be larger
+        # than the memory of the coordinator.
+        with tf.device(_device_of(*self._balance.least_loaded(1))):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
         servers = self._balance.least_loaded(_bytes_of(value) // self._min_part_bytes)
-        ends = ends_of_parts(value.shape, len(servers))
-        if len(ends) < 2:
+        interleaves = _is_table(value, kwargs.get("name"))
+        if interleaves:
+            rows = [slice(number, None, len(servers)) for number in range(len(servers))]
+        else:
+            rows = [slice(*pair) for pair in itertools.pairwise([0, *ends_of_parts(value.shape, len(servers))])]
+        if len(rows) < 2:
             return next_creator(**kwargs | {"initial_value": value})
         parts = []
-        for ps, first, last in zip(servers, [0, *ends], ends, strict=False):
+        for ps, own in zip(servers, rows, strict=False):
+            part = value[own]
             with self._balance.choosing(ps):
-                shape = [last - first, *value.shape[1:]]
-                parts.append(next_creator(**kwargs | {"initial_value": value[first:last], "shape": shape}))
-        return PartitionedVariable(parts)
+                parts.append(next_creator(**kwargs | {"initial_value": part, "shape": part.shape}))
+        return PartitionedVariable(parts, interleaves)
+
+
+def _is_table(value: tf.Tensor, name: str | None) -> bool:
+    """Whether it is the table of an Embedding, by the name that Keras gives it; any other may be cut either way."""
+    return name == "embeddings" and value.shape.rank == 2
 
 
 def ends_of_parts(shape: tf.TensorShape, max_parts: int) -> list[int]:

@@ -250,6 +250,17 @@ def layers_of(model: keras.Layer) -> list[keras.Layer]:
     return layers
 
 
+def table_of(layer: keras.Layer) -> keras.Variable | None:
+    """The variable in which an Embedding looks rows up, and does nothing else with it; None for other layers."""
+    # A subclass may do more in its call. One that is quantized, or fine-tuned with LoRA, computes its rows.
+    if not isinstance(layer, keras.layers.Embedding) or type(layer).call is not keras.layers.Embedding.call:
+        return None
+    if not layer.built or layer.lora_enabled or layer.quantization_mode:
+        return None
+    table: keras.Variable = attribute(keras, layer, "_embeddings", keras.Variable)
+    return table
+
+
 def own_layers_of_keras(model: keras.Model) -> list[keras.Layer]:
     """The layers of a model that Keras defines and that have no layers inside."""
     layers = [layer for layer in layers_of(model) if type(layer).__module__.partition(".")[0] == "keras"]

@@ -63,16 +63,24 @@ class PartitionedVariable(StandIn):
     Attributes:
         parts: in order; they agree in all axes but the first.
         variables: the Keras variables of the parts, once they have been made; see `process.parts`.
+        rows: of the whole, that each part has: rows that follow each other, or every n-th one.
+
+    Args:
+        interleaves: whether each part has every n-th row.
     """
 
     device = ""
 
-    def __init__(self, parts: Sequence[tf.Variable | StandIn]) -> None:
-        self.parts = list(parts)
+    def __init__(self, parts: Sequence[tf.Variable | StandIn], interleaves: bool = False) -> None:
+        self.parts, self.interleaves = list(parts), interleaves
         self.variables: list[keras.Variable] | None = None
-        self.sizes = [int(part.shape[0]) for part in self.parts]
+        sizes = [int(part.shape[0]) for part in self.parts]
+        ends = np.cumsum(sizes).tolist()
+        self.rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        if interleaves:
+            self.rows = [slice(number, None, len(self.parts)) for number in range(len(self.parts))]
         first = self.parts[0]
-        self.shape = tf.TensorShape([sum(self.sizes), *first.shape[1:]])
+        self.shape = tf.TensorShape([sum(sizes), *first.shape[1:]])
         self.dtype, self.name, self.trainable = first.dtype, first.name, first.trainable
         # By these TensorFlow and Keras know a variable: optimizers one of theirs, a strategy one of its own.
         self._unique_id = f"partitioned_{id(self)}"
@@ -82,24 +90,31 @@ class PartitionedVariable(StandIn):
         return _strategy_of(self.parts[0])
 
     def read_value(self) -> tf.Tensor:
-        return tf.concat([part.read_value() for part in self.parts], 0)
+        return self.join([part.read_value() for part in self.parts])
+
+    def join(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The value of the whole, from those of the parts."""
+        if not self.interleaves:
+            return tf.concat(values, 0)
+        longest, rest = -(-self.shape[0] // len(values)), self.shape[1:].as_list()
+        padded = [
+            tf.pad(value, [[0, longest - part.shape[0]], *([0, 0] for _ in rest)])
+            for value, part in zip(values, self.parts, strict=True)
+        ]
+        return tf.reshape(tf.stack(padded, 1), [longest * len(values), *rest])[: self.shape[0]]
 
     def numpy(self) -> np.ndarray:
         array = np.empty(self.shape.as_list(), self.dtype.as_numpy_dtype)
         # One after the other: all parts and the whole together would take twice the memory.
-        for part, rows in zip(self.parts, self._rows(), strict=True):
+        for part, rows in zip(self.parts, self.rows, strict=True):
             array[rows] = part.numpy()
         return array
 
     def assign(self, value: Any) -> "PartitionedVariable":
         # Each ps gets its part alone.
-        for part, rows in zip(self.parts, self._rows(), strict=True):
+        for part, rows in zip(self.parts, self.rows, strict=True):
             part.assign(value[rows])
         return self
-
-    def _rows(self) -> list[slice]:
-        ends = np.cumsum(self.sizes).tolist()
-        return [slice(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
 
 class View(StandIn):

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
+from tf2dist.data.layout import Layout
 from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.packing import narrow_dtype
@@ -37,6 +38,7 @@ from tf2dist.training.parameter_server.batch_numbers import (
 )
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
 from tf2dist.training.parameter_server.inputs import ArrayInput, Input, StreamInput, evaluated_batch, evaluated_examples
+from tf2dist.training.parameter_server.rows import Request, Routed, Routing, RowsLayout
 from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
 from tf2dist.training.parameter_server.wire import Parcel, Pulled
 from tf2dist.training.stragglers import Stragglers
@@ -116,6 +118,7 @@ class PsGraphs(abc.ABC):
         self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(spec.make_optimizer, spec.total_steps)
         self._make_servers(self._parts(spec))
+        self.routing = Routing(spec.step.tables, [server.rows for server in self.servers])
         with tf.device(self.servers[0].device):
             self.evaluated_batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_batches")
         self.input = self._make_input(spec)
@@ -129,6 +132,7 @@ class PsGraphs(abc.ABC):
         """The part of the model that each ps gets."""
         # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.
         trainable, state = all_parts(spec.step.trainable), all_parts(spec.step.state)
+        tables = set(map(id, all_parts(spec.step.tables)))
         devices = sorted({v.value.device for v in [*trainable, *state]})
         return [
             PartSpec(
@@ -143,6 +147,7 @@ class PsGraphs(abc.ABC):
                 keeps_rate=spec.plan is None,
                 earlier_updates=spec.earlier_updates,
                 narrow=narrow_dtype(spec.config.cluster.transfer_dtype),
+                tables=[v for v in trainable if v.value.device == device and id(v) in tables],
             )
             for device in devices
         ]
@@ -155,17 +160,18 @@ class PsGraphs(abc.ABC):
             with tf.device("CPU:0"):
                 call = self._begin(num_steps, worker, *limit)
                 batches = self.input.batches(worker, call.numbers)
+                routed = [self._route(batch) for batch in batches]
             losses = []
-            pulled = self._pull(call)
+            pulled = self._pull(call, routed[0].requests)
             for number, batch in enumerate(batches, 1):
                 pulled = self.stragglers.delayed(pulled, worker, call.local_steps, number)
                 with tf.device(ACCELERATOR):
                     # Waits for no earlier step: the batches of a call are on their way while it computes.
                     on_device = [tf.identity(leaf) for leaf in batch]
-                    pushes, loss = self._compute(pulled, on_device, worker)
+                    pushes, loss = self._compute(pulled, on_device, worker, routed[number - 1])
                 pushes = self.stragglers.computed(pushes, worker)
                 if number < num_steps:
-                    pulled = self._exchange(call, pushes, number)
+                    pulled = self._exchange(call, pushes, number, routed[number].requests)
                 else:
                     after = self._push(call, pushes, number)
                 losses.append(loss)
@@ -180,9 +186,9 @@ class PsGraphs(abc.ABC):
         """
 
         def evaluate(number: tf.Tensor, first: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
-            values = self.values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
+            values = self._pull_exactly()
             examples = evaluated_examples(number, tf.range(first, last), layout)
-            return self.step.evaluate(*self.inputs(values), examples, layout)
+            return self._evaluated(values, examples, layout)
 
         layout = self.splits.evaluated_layout
         scalar = tf.TensorSpec([], tf.int32)
@@ -193,11 +199,10 @@ class PsGraphs(abc.ABC):
         layout = self.splits.evaluated_layout
 
         def evaluate(shard: tf.Tensor) -> tf.Tensor:
-            values = self.values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
-            inputs = self.inputs(values)
+            values = self._pull_exactly()
 
             def batch(leaves: list[tf.Tensor], sums: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-                sums += self.step.evaluate(*inputs, leaves, layout)
+                sums += self._evaluated(values, leaves, layout)
                 with tf.control_dependencies([self.evaluated_batches.assign_add(1)]):
                     return evaluated_batch(shard, False, layout), sums
 
@@ -206,6 +211,21 @@ class PsGraphs(abc.ABC):
             return tf.while_loop(lambda leaves, _: tf.shape(leaves[0])[0] > 0, batch, begin, shapes)[1]
 
         return tf.function(evaluate, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
+
+    def _pull_exactly(self) -> Values:
+        """What an evaluation needs but for the rows of tables."""
+        return self.values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
+
+    def _evaluated(self, values: Values, leaves: list[tf.Tensor], layout: Layout) -> tf.Tensor:
+        """The sums over some examples; see `ModelStep.evaluate`."""
+        with tf.device("CPU:0"):
+            routed = self.routing.route(self.step.look_up(leaves, False, layout))
+        rows = []
+        for server, request in zip(self.servers, routed.requests, strict=True):
+            flat = None if request is None else server.read_rows(request)[0]
+            rows.append(RowsLayout(server.rows.tables).rows(flat, request))
+        trainable, state = self.inputs(values, rows)
+        return self.step.evaluate(trainable, state, leaves, layout, routed.positions)
 
     # What a rule decides.
 
@@ -239,7 +259,7 @@ class PsGraphs(abc.ABC):
 
     @abc.abstractmethod
     def _compute_step(
-        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
     ) -> tuple[list[Parcel], tf.Tensor]:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
 
@@ -250,12 +270,17 @@ class PsGraphs(abc.ABC):
         """Asks the ps which batches the call takes, and how many steps of the worker they have counted."""
 
     @abc.abstractmethod
-    def _pull(self, call: Call) -> list[Parcel]:
-        """What the first step of a call pulls from each ps."""
+    def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
+        """What the first step of a call pulls from each ps; `requests`: of rows, see `Routed`."""
 
     @abc.abstractmethod
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
-        """Pushes to each ps; returns what the next step pulls. `number`: of the step in its call, from 1."""
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
+        """Pushes to each ps; returns what the next step pulls.
+
+        Args:
+            number: of the step in its call, from 1.
+            requests: of the rows that the next step pulls.
+        """
 
     @abc.abstractmethod
     def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
@@ -273,11 +298,24 @@ class PsGraphs(abc.ABC):
             compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
         else:
             compute = as_one_node(self._compute_step)
-        pulled = [server.pull_layout.specs for server in self.servers]
-        return compute.get_concrete_function(pulled, self.batch_types(), tf.TensorSpec([], tf.int64))
+        pulled = [server.rows.open(server.pull_layout.specs) for server in self.servers]
+        ids = tf.TensorSpec([None], tf.int32)
+        requests = [ids if server.rows.tables else None for server in self.servers]
+        routed = Routed(requests, [ids for _ in self.step.tables])
+        return compute.get_concrete_function(pulled, self.batch_types(), tf.TensorSpec([], tf.int64), routed)
 
-    def unpack(self, pulled: list[Parcel]) -> list[Pulled]:
-        return [server.pull_layout.unpack(parcel) for server, parcel in zip(self.servers, pulled, strict=True)]
+    def _route(self, batch: list[tf.Tensor]) -> Routed:
+        """Whom to ask for the rows of a batch."""
+        return self.routing.route(self.step.look_up(batch[: len(self.step.layout.specs)]))
+
+    def unpack(self, pulled: list[Parcel], requests: list[Request]) -> tuple[list[Pulled], list[list[tf.Tensor]]]:
+        """What was pulled from each ps, and the rows of its tables."""
+        unpacked, rows = [], []
+        for server, parcel, request in zip(self.servers, pulled, requests, strict=True):
+            rest, flat = server.rows.split(parcel, server.pull_layout.specs)
+            unpacked.append(server.pull_layout.unpack(rest))
+            rows.append(server.rows.rows(flat, request))
+        return unpacked, rows
 
     def values_of(self, pulled: list[Pulled]) -> Values:
         """The values of all parts of variables."""
@@ -286,9 +324,19 @@ class PsGraphs(abc.ABC):
             values.update({id(v): tensor for v, tensor in zip(server.variables, one.values, strict=True)})
         return values
 
-    def inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The values of the trainable variables, and of the state."""
-        return join(self.step.trainable, values), join(self.step.state, values)
+    def inputs(self, values: Values, rows: list[list[tf.Tensor]]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The values of the trainable variables, of tables the rows from each ps; and of the state."""
+        of_tables = dict(zip(map(id, self.step.tables), self.routing.join(rows), strict=True))
+        trainable = [of_tables[id(v)] if id(v) in of_tables else join([v], values)[0] for v in self.step.trainable]
+        return trainable, join(self.step.state, values)
+
+    def divide(self, gradients: list[tf.Tensor], requests: list[Request]) -> tuple[Values, list[list[tf.Tensor]]]:
+        """The gradients of the parts of variables, and those of the rows on each ps."""
+        tables, pairs = set(map(id, self.step.tables)), list(zip(self.step.trainable, gradients, strict=True))
+        whole = [pair for pair in pairs if id(pair[0]) not in tables]
+        of_rows = {id(variable): gradient for variable, gradient in pairs if id(variable) in tables}
+        rows = self.routing.cut([of_rows[id(table)] for table in self.step.tables], requests)
+        return cut([variable for variable, _ in whole], [gradient for _, gradient in whole]), rows
 
     def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
@@ -349,23 +397,25 @@ class AsyncGraphs(PsGraphs):
         return [tf.TensorSpec([], tf.int64)]
 
     def _compute_step(
-        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
     ) -> tuple[list[Parcel], tf.Tensor]:
-        unpacked = self.unpack(pulled)
+        unpacked, rows = self.unpack(pulled, routed.requests)
         values = self.values_of(unpacked)
-        trainable, state = self.inputs(values)
-        output = self.step(trainable, state, leaves, step_place(worker, unpacked[0].applied.value()))
-        changes = cut(self.step.trainable, self._clipped(output.gradients))
+        trainable, state = self.inputs(values, rows)
+        place = step_place(worker, unpacked[0].applied.value())
+        output = self.step(trainable, state, leaves, place, positions=routed.positions)
+        changes, of_rows = self.divide(self._clipped(output.gradients), routed.requests)
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
                 decay, term = recurrence_of(new, old)
                 self._decays |= {id(part): decay for part in parts_of(variable)}
                 changes |= cut([variable], [term])
         pushes = []
-        for server, one in zip(self.servers, unpacked, strict=True):
+        for server, one, request, rows in zip(self.servers, unpacked, routed.requests, of_rows, strict=True):
             layout = server.push_layout(self._decays)
             back = [values[id(v)] for v in layout.pulled]
-            pushes.append(layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back))
+            parcel = layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back)
+            pushes.append(server.rows.pack_gradients(parcel, request, rows))
         return pushes, output.sums[0]
 
     def _clipped(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -390,12 +440,16 @@ class AsyncGraphs(PsGraphs):
                 limits.append(tf.unstack(tf.where(has_batch, own, NO_UPDATE)))
         return Call(worker, local_steps, numbers, limits, self.servers[0].counters.indices(worker))
 
-    def _pull(self, call: Call) -> list[Parcel]:
-        return [server.pull() for server in self.servers]
+    def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
+        parts = zip(self.servers, requests, strict=True)
+        return [server.pull(*server.rows.asked(request)) for server, request in parts]
 
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
-        parts = zip(self.servers, pushes, call.limits, strict=True)
-        return [server.exchange(push, call.indices, limits[number - 1]) for server, push, limits in parts]
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
+        parts = zip(self.servers, pushes, call.limits, requests, strict=True)
+        return [
+            server.exchange(push, call.indices, limits[number - 1], *server.rows.asked(request))
+            for server, push, limits, request in parts
+        ]
 
     def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
         parts = zip(self.servers, pushes, call.limits, strict=True)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
 from tf2dist.process.parts import parts_of
+from tf2dist.process.tf_internals import PartitionedVariable
 from tf2dist.training.parameter_server.server import ModelPart
 
 MAX_PACKED_BYTES = 64 << 20  # of a ps; above, nothing is packed: a packed vector is a copy on the ps, and takes time
@@ -38,6 +39,7 @@ class PackedRead:
         read = {name for keys, _ in self._kept for name, _ in keys}
         read |= {name for shapes, _, _ in self._packed for name in shapes}
         self._rest = {name: variables for name, variables in named.items() if name not in read}
+        self._wholes = {name: named[name][0].value for keys, _ in self._kept for name, _ in keys}
 
     def arrays(self) -> Arrays:
         """The values of all variables by name, in the order of their names in the run.
@@ -65,7 +67,7 @@ class PackedRead:
         def fetch() -> Arrays:
             # One after the other, so that the ps can free each, and no part is in memory with all of the whole.
             for name in list(kept):
-                arrays.update(finite({name: _joined(kept.pop(name))}))
+                arrays.update(finite({name: _joined(kept.pop(name), self._wholes[name])}))
             # The order of the names decides the order of the arrays in a checkpoint.
             return {name: arrays[name] for name in self._names}
 
@@ -93,15 +95,16 @@ def _num_bytes(variables: dict[Any, keras.Variable]) -> int:
     return 4 * sum(int(np.prod(variable.shape)) for variable in variables.values())
 
 
-def _joined(parts: dict[int, tf.Tensor]) -> np.ndarray:
+def _joined(parts: dict[int, tf.Tensor], whole: tf.Variable | PartitionedVariable) -> np.ndarray:
     """The value of a variable from those of its parts on the ps."""
-    arrays = []
+    array = np.empty(whole.shape.as_list(), np.float32)
+    rows: list[Any] = whole.rows if isinstance(whole, PartitionedVariable) else [...]
     for number in sorted(parts):
         # Copied by an operation first: `numpy` holds Python's lock until it has the value.
         with tf.device("CPU:0"):
             local = tf.identity(parts.pop(number))
-        arrays.append(local.numpy())
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        array[rows[number]] = local.numpy()
+    return array
 
 
 def _packer(packing: Packing, variables: list[keras.Variable]) -> Any:

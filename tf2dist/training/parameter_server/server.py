@@ -7,7 +7,7 @@ node of the worker's graph however many operations it has, which halves the time
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping, check_loss_scale, check_parts
+from tf2dist.model.row_updates import apply_rows, is_one_operation
 from tf2dist.process.tf_internals import (
     as_one_node,
     count_updates_in,
@@ -28,6 +29,7 @@ from tf2dist.process.tf_internals import (
 )
 from tf2dist.training.parameter_server.atomic import make_atomic, state_update
 from tf2dist.training.parameter_server.counters import Counters, Counts
+from tf2dist.training.parameter_server.rows import RowsLayout
 from tf2dist.training.parameter_server.storage import Kinds, PackedStorage, Storage, adopt_slots, allocate_storage
 from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
 
@@ -46,6 +48,7 @@ class PartSpec:
     Attributes:
         device: of the ps.
         trainable, state: those variables of the model that lie there.
+        tables: those of the trainable ones of which rows travel.
         make_optimizer: for the ps.
         optimizer_name: for messages.
         num_workers: that push.
@@ -67,10 +70,18 @@ class PartSpec:
     keeps_rate: bool = True
     earlier_updates: int = 0
     narrow: tf.DType | None = None
+    tables: Sequence[keras.Variable] = ()
+
+    @property
+    def whole(self) -> list[keras.Variable]:
+        """The trainable variables that travel as a whole."""
+        tables = set(map(id, self.tables))
+        return [variable for variable in self.trainable if id(variable) not in tables]
 
     @property
     def variables(self) -> list[keras.Variable]:
-        return [*self.trainable, *self.state]
+        """All that travel as a whole."""
+        return [*self.whole, *self.state]
 
 
 class ModelPart:
@@ -79,8 +90,12 @@ class ModelPart:
     Attributes:
         pull_layout: of what `pull` returns.
         pull: ``pull()``: all variables and the updates applied so far, without waiting.
-        exact_layout, pull_exactly: the same for evaluations: no value is rounded to a narrow type.
+        exact_layout, pull_exactly: the same for evaluations: no value is rounded to a narrow type, and there are no
+            rows of tables.
+        read_rows: ``read_rows(request)``: these rows, as exactly; where there are tables.
         groups: the optimizers that train something here, with what they train.
+        trainable, whole, state, variables: see `PartSpec`.
+        rows: how the rows of its tables travel.
         loss_scale: by which the worker multiplies the loss, and divides the gradients again.
         on_device: as the function `on_device`, on the device of this ps.
     """
@@ -89,11 +104,14 @@ class ModelPart:
     exact_layout: PullLayout
     pull: Callable[[], Parcel]
     pull_exactly: Callable[[], Parcel]
+    read_rows: Callable[[tf.Tensor], Parcel]
 
     def __init__(self, spec: PartSpec) -> None:
         self.device, self.earlier_updates = spec.device, spec.earlier_updates
         self.on_device = functools.partial(on_device, spec.device)
-        self.trainable, self.state, self.variables = spec.trainable, spec.state, spec.variables
+        self.trainable, self.whole = spec.trainable, spec.whole
+        self.state, self.variables = spec.state, spec.variables
+        self.rows = RowsLayout(spec.tables, spec.narrow)
         with tf.device(spec.device):
             self.optimizer = spec.make_optimizer()
             check_loss_scale(spec.optimizer_name, self.optimizer, "parameter servers")
@@ -108,12 +126,25 @@ class ModelPart:
             self.optimizer.build(spec.trainable)
             have_kernels = [make_atomic(inner) for inner, _ in self.groups]
             self._has_kernel = all(have_kernels)
+            self.optimizer_of = {id(variable): inner for inner, trained in self.groups for variable in trained}
             for inner, _ in self.groups:
                 if self._has_kernel and spec.keeps_rate:  # no optimizer with a kernel changes its rate
                     fix_learning_rate(inner)
+        if spec.tables:
+            self.read_rows = self.on_device(self._read_rows, *self.rows.request_types)
 
     def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
         """Raises ConfigError for what the optimizer of one part cannot do."""
+
+    def _read_rows(self, request: tf.Tensor) -> Parcel:
+        """The rows that a worker asks for, in their own type; see `RowsLayout`."""
+        exact = RowsLayout(self.rows.tables)
+        return exact.append([tf.zeros([0])], self.rows_of(request))
+
+    def rows_of(self, request: tf.Tensor) -> list[tf.Tensor]:
+        """In a graph of the ps: the rows of each table that a worker asks for."""
+        ids = self.rows.ids(request)
+        return [table.value.sparse_read(own) for table, own in zip(self.rows.tables, ids, strict=True)]
 
 
 class ParameterServer(ModelPart):
@@ -142,7 +173,10 @@ class ParameterServer(ModelPart):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.stop_at = tf.Variable(NEVER, dtype=tf.int64, trainable=False, name="stop_at")
             self.counters = Counters(spec.num_workers, spec.num_metrics)
-            self._lock = None if self._has_kernel and not algorithm.runs_alone else tf.CriticalSection()
+            # Of the updates of rows that of plain SGD alone is one operation.
+            rows_alone = any(not is_one_operation(self.optimizer_of[id(table)]) for table in spec.tables)
+            runs_alone = rows_alone or algorithm.runs_alone
+            self._lock = None if self._has_kernel and not runs_alone else tf.CriticalSection()
             for inner, _ in self.groups:
                 algorithm.prepare(inner)
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
@@ -153,9 +187,9 @@ class ParameterServer(ModelPart):
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
         """Of what `push` and `exchange` take; `decays`: see `trace_functions`."""
-        pulled = self.trainable if self._algorithm.needs_pulled_values else []
+        pulled = self.whole if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
-        return PushLayout([*self.trainable, *changing], self.counters.added, pulled, self._narrow)
+        return PushLayout([*self.whole, *changing], self.counters.added, pulled, self._narrow)
 
     def trace_functions(self, decays: dict[int, float]) -> None:
         """Decides where the variables lie, and makes `pull`, `pull_exactly` and `push`.
@@ -173,11 +207,13 @@ class ParameterServer(ModelPart):
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         changed, added = [*self._trained, *(storage for storage, _ in changing)], self.counters.added
         self._push_layout = PushLayout(changed, added, pulled, self._narrow)
-        self._signature = self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64)
+        pushed = self.rows.open(self._push_layout.specs)
+        self._signature = pushed, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64)
         self.push = self.on_device(self._push, *self._signature)
         self._stored_layout = PullLayout(self.stored, narrow=self._narrow)
-        self.pull = self.on_device(self._pull)
-        self.pull_exactly = self.on_device(self._pull_exactly) if self._narrow else self.pull
+        self.pull = self.on_device(self._pull, *self.rows.request_types)
+        is_other = self._narrow or self.rows.tables
+        self.pull_exactly = self.on_device(self._pull_exactly) if is_other else self.pull
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:
         """The variables that may lie in vectors, and which of them are updated alike."""
@@ -216,17 +252,22 @@ class ParameterServer(ModelPart):
 
     @functools.cached_property
     def exchange(self) -> Callable[..., Parcel]:
-        """``exchange(pushed, indices, limit)``: a push and the next step's pull, in one call.
+        """``exchange(pushed, indices, limit, *request)``: a push and the next step's pull, in one call.
 
         What a call costs is much of a small model's step. Traced at its first use, since calls of one step, those of
         deep models, never need it.
         """
         with tf.init_scope():
-            return self.on_device(self._exchange, *self._signature)
+            return self.on_device(self._exchange, *self._signature, *self.rows.request_types)
 
-    def _pull(self) -> Parcel:
-        """All variables, and the updates applied so far, as they travel."""
-        return self._stored_layout.pack(*self._read())
+    def _pull(self, *request: tf.Tensor) -> Parcel:
+        """All variables, and the updates applied so far, as they travel; of tables the rows of the request."""
+        values, applied = self._read()
+        parcel = self._stored_layout.pack(values, applied)
+        if not request:
+            return parcel
+        with tf.control_dependencies([applied.bits]):
+            return self.rows.append(parcel, self.rows_of(*request))
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
@@ -242,9 +283,9 @@ class ParameterServer(ModelPart):
         with tf.control_dependencies([self._admit(pushed, indices, limit)]):
             return self.counters.after(indices)
 
-    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
+    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, *request: tf.Tensor) -> Parcel:
         self._admit(pushed, indices, limit)
-        return self._pull()
+        return self._pull(*request)
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.
@@ -274,6 +315,7 @@ class ParameterServer(ModelPart):
         return tf.cond(number < tf.minimum(limit, self.stop_at.read_value()), apply, refuse)
 
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        pushed, rows = self.rows.split(pushed, self._push_layout.specs)
         changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
         staleness = number - pulled_at
         gradients, terms = changes[: len(self._trained)], changes[len(self._trained) :]
@@ -288,6 +330,8 @@ class ParameterServer(ModelPart):
                     [storage.pad_update(gradient_of[storage]) for storage in storages],
                     [storage.variable for storage in storages],
                 )
+            for table, (ids, gradient) in zip(self.rows.tables, self.rows.gradients(rows), strict=True):
+                apply_rows(self.optimizer_of[id(table)], gradient, table, ids)
         for (storage, update), term in zip(self._state_updates, terms, strict=True):
             update(storage.pad_update(term))
         with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done

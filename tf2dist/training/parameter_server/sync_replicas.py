@@ -184,7 +184,7 @@ class SyncReplicasLoop(PsLoop):
         """Brings the last step to all ps: the worker that knew of it may be lost."""
         last = self._graphs.deciding.close()
         for server in self._graphs.following:
-            server.follow(last.applied.bits, last.made_by)
+            server.follow(last.applied.bits, last.made_by, *server.rows.asked_nothing())
 
     def _read(self) -> GradientCounts:
         """Reads the counters of the ps into `progress`."""

@@ -7,10 +7,11 @@ import tensorflow as tf
 
 from tf2dist.data.passes import NumberedSteps
 from tf2dist.model.step import step_place
-from tf2dist.process.parts import cut
+from tf2dist.process.parts import cut, parts_of
 from tf2dist.training.parameter_server.batch_numbers import own_number
 from tf2dist.training.parameter_server.graphs import Call, GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.inputs import Input, SharedArrayInput
+from tf2dist.training.parameter_server.rows import Request, Routed
 from tf2dist.training.parameter_server.server import PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import SyncReplicasOrigin
 from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer, FollowingServer
@@ -45,8 +46,11 @@ class SyncReplicasGraphs(PsGraphs):
         self.deciding.counts()
 
     def _make_servers(self, parts: list[PartSpec]) -> None:
-        first, *others = parts
-        self.deciding, self.following = DecidingServer(first, self.replicas), [FollowingServer(one) for one in others]
+        numbers = zip(self.step.tables, self.step.num_lookups(self.config.train.batch_size_per_worker), strict=True)
+        of_parts = {id(part): number for table, number in numbers for part in parts_of(table)}
+        (first, own), *others = [(part, [of_parts[id(table)] for table in part.tables]) for part in parts]
+        self.deciding = DecidingServer(first, self.replicas, own)
+        self.following = [FollowingServer(*other) for other in others]
         self.servers = [self.deciding, *self.following]
 
     def _make_input(self, spec: GraphsSpec) -> Input:
@@ -57,24 +61,25 @@ class SyncReplicasGraphs(PsGraphs):
         return [*super().batch_types(), tf.TensorSpec([], tf.float32)]
 
     def _compute_step(
-        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
     ) -> tuple[list[Parcel], tf.Tensor]:
         *leaves, share = leaves
-        unpacked = self.unpack(pulled)
+        unpacked, rows = self.unpack(pulled, routed.requests)
         step = unpacked[0].applied
-        trainable, state = self.inputs(self.values_of(unpacked))
-        output = self.step(trainable, state, leaves, step_place(worker, step.value()), share)
-        gradients = cut(self.step.trainable, output.gradients)
+        trainable, state = self.inputs(self.values_of(unpacked), rows)
+        output = self.step(trainable, state, leaves, step_place(worker, step.value()), share, routed.positions)
+        gradients, of_rows = self.divide(output.gradients, routed.requests)
         # Changes rather than values, as with mode=sync: their weighted sum over the replicas becomes the mean.
         changes = cut(
             self.step.state,
             [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)],
         )
         pushes: list[Parcel] = []
-        for server in self.servers:
-            of_trainable = [gradients[id(v)] for v in server.trainable]
+        for server, request, rows in zip(self.servers, routed.requests, of_rows, strict=True):
+            of_whole = [gradients[id(v)] for v in server.whole]
             of_state = [changes[id(v)] for v in server.state]
-            pushes.append(server.push_layout.pack([*of_trainable, *of_state], share, output.sums, step))
+            parcel = server.push_layout.pack([*of_whole, *of_state], share, output.sums, step)
+            pushes.append(server.rows.pack_gradients(parcel, request, rows))
         return pushes, tf.math.divide_no_nan(output.sums[0], share)
 
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
@@ -82,12 +87,13 @@ class SyncReplicasGraphs(PsGraphs):
         first = own_number(self._offsets, worker, local_steps)
         return Call(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
 
-    def _pull(self, call: Call) -> list[Parcel]:
-        return self._follow(self.deciding.begin(call.worker))
+    def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
+        return self._follow(self.deciding.begin(call.worker, *self.deciding.rows.asked(requests[0])), requests)
 
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int) -> list[Parcel]:
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
+        asked = self.deciding.rows.asked(requests[0])
         with tf.control_dependencies(self._keep(call, pushes)):
-            return self._follow(self.deciding.exchange(pushes[0], call.worker))
+            return self._follow(self.deciding.exchange(pushes[0], call.worker, *asked), requests)
 
     def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
         with tf.control_dependencies(self._keep(call, pushes)):
@@ -97,10 +103,12 @@ class SyncReplicasGraphs(PsGraphs):
         # The deciding ps must not take a gradient of which another ps has no part.
         return [server.keep(push, call.worker) for server, push in zip(self.following, pushes[1:], strict=True)]
 
-    def _follow(self, pulled: Parcel) -> list[Parcel]:
+    def _follow(self, pulled: Parcel, requests: list[Request]) -> list[Parcel]:
         """What all ps send, from that of the deciding one."""
-        _, step, made_by = self.deciding.pull_layout.unpack(pulled)
-        return [pulled, *(server.follow(step.bits, made_by) for server in self.following)]
+        own, _ = self.deciding.rows.split(pulled, self.deciding.pull_layout.specs)
+        _, step, made_by = self.deciding.pull_layout.unpack(own)
+        parts = zip(self.following, requests[1:], strict=True)
+        return [pulled, *(server.follow(step.bits, made_by, *server.rows.asked(request)) for server, request in parts)]
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         pushed, step = tf.unstack(counted)

@@ -7,7 +7,7 @@ which apply the mean of the same gradients before they answer. So no worker's de
 other worker, or the coordinator, brings what was decided to the ps that have not heard of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
+from tf2dist.model.row_updates import apply_rows
 from tf2dist.training.parameter_server.gate import Gate
+from tf2dist.training.parameter_server.rows import KeptRows, RowGradient
 from tf2dist.training.parameter_server.server import ModelPart, PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import GradientCounters, GradientCounts
 from tf2dist.training.parameter_server.wire import GradientLayout, PackedCount, Parcel, Pulled, PullLayout
@@ -31,15 +33,21 @@ class AggregatingServer(ModelPart):
     Attributes:
         step: the aggregates applied in the whole run, int64.
         push_layout: of the gradients that workers send.
+
+    Args:
+        num_places: for gradients of rows, see `KeptRows`.
+        num_lookups: of a batch in each table of the ps.
     """
 
     push_layout: GradientLayout
 
-    def __init__(self, spec: PartSpec) -> None:
+    def __init__(self, spec: PartSpec, num_places: int, num_lookups: Sequence[int]) -> None:
         super().__init__(spec)
         with tf.device(spec.device):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self._lock = tf.CriticalSection()
+            tables = zip(self.rows.tables, num_lookups, strict=True)
+            self._kept_rows = [KeptRows(table, num_places, number) for table, number in tables]
         self.pull = self.pull_exactly = self.on_device(self._pull)
         self.exact_layout = self.pull_layout
 
@@ -50,28 +58,32 @@ class AggregatingServer(ModelPart):
                 "clip, since each ps has a part of the gradients; use clipnorm, or cluster.num_ps=1"
             )
 
-    def _pull(self) -> Parcel:
-        """All variables, without waiting."""
+    def _pull(self, *request: tf.Tensor) -> Parcel:
+        """All variables, without waiting; of tables the rows of the request."""
         step = self.step.read_value()
         # First the step: the values contain at least what it counts. A gradient at values that contain a part of the
         # next step, too, is dropped, since that step is over before it is pushed.
         with tf.control_dependencies([step]):
             values = [variable.value.read_value() for variable in self.variables]
-            return self.pull_layout.pack(values, PackedCount.of(tf.cast(step, tf.float64)), *self._made_by())
+            parcel = self.pull_layout.pack(values, PackedCount.of(tf.cast(step, tf.float64)), *self._made_by())
+            return self.rows.append(parcel, self.rows_of(*request)) if request else parcel
 
     def _made_by(self) -> list[tf.Tensor]:
         """Which workers made the last step, from the ps that decides it."""
         return []
 
-    def _apply(self, changes: list[tf.Tensor]) -> list[tf.Operation]:
+    def _apply(self, changes: list[tf.Tensor], rows: list[RowGradient]) -> list[tf.Operation]:
         """In a graph: applies the mean changes of all variables; returns the operations that do it."""
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
         self.update_number.set_current(self.step.read_value() + self.earlier_updates)
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it.
-        for variable, change in zip(self.state, changes[len(self.trainable) :], strict=True):
+        for variable, change in zip(self.state, changes[len(self.whole) :], strict=True):
             variable.value.assign_add(change)
-        self.optimizer.apply(changes[: len(self.trainable)], self.trainable)
+        if self.whole:
+            self.optimizer.apply(changes[: len(self.whole)], self.whole)
+        for table, (ids, gradient) in zip(self.rows.tables, rows, strict=True):
+            apply_rows(self.optimizer_of[id(table)], gradient, table, ids)
         return list(graph.get_operations()[earlier:])
 
 
@@ -83,9 +95,10 @@ class DecidingServer(AggregatingServer):
 
     Args:
         replicas: the gradients that make a step.
+        num_lookups: see `AggregatingServer`.
     """
 
-    def __init__(self, spec: PartSpec, replicas: int) -> None:
+    def __init__(self, spec: PartSpec, replicas: int, num_lookups: Sequence[int] = ()) -> None:
         self.pull_layout = PullLayout(spec.variables, spec.num_workers)
         self.push_layout = GradientLayout(spec.variables, 2 + spec.num_metrics)
         self._replicas = replicas
@@ -96,11 +109,11 @@ class DecidingServer(AggregatingServer):
             self._total = [tf.Variable(zero, trainable=False, name="total") for zero in zeros]
             self._counters = GradientCounters(spec.num_workers, spec.num_metrics)
             self._gate = Gate(spec.num_workers)
-        super().__init__(spec)
-        pushed = self.push_layout.specs
-        self.begin = self.on_device(self._begin, INDEX)
+        super().__init__(spec, replicas, num_lookups)
+        pushed, request = self.rows.open(self.push_layout.specs), self.rows.request_types
+        self.begin = self.on_device(self._begin, INDEX, *request)
         self.push = self.on_device(self._push, pushed, INDEX)
-        self.exchange = self.on_device(self._exchange, pushed, INDEX)
+        self.exchange = self.on_device(self._exchange, pushed, INDEX, *request)
         self.pushed_by = self.on_device(self._pushed_by, INDEX)
         self.wake = self.on_device(self._wake)
         self._read = self.on_device(self._counts)
@@ -129,19 +142,19 @@ class DecidingServer(AggregatingServer):
     def _made_by(self) -> list[tf.Tensor]:
         return [tf.cast(self._counters.made_by.read_value(), tf.float32)]
 
-    def _begin(self, worker: tf.Tensor) -> Parcel:
+    def _begin(self, worker: tf.Tensor, *request: tf.Tensor) -> Parcel:
         """The pull at the beginning of a call, which may have to wait for the end of the step."""
         with tf.control_dependencies([self._counters.begin_call()]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
-            return self._pull()
+            return self._pull(*request)
 
-    def _exchange(self, pushed: Parcel, worker: tf.Tensor) -> Parcel:
+    def _exchange(self, pushed: Parcel, worker: tf.Tensor, *request: tf.Tensor) -> Parcel:
         """A push and, in the next step, a pull."""
         with tf.control_dependencies([self._admit(pushed, worker)]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
-            return self._pull()
+            return self._pull(*request)
 
     def _wait(self, worker: tf.Tensor) -> tf.Tensor:
         """Waits while the worker has given its share to the step, until that is over or the training pauses."""
@@ -165,19 +178,21 @@ class DecidingServer(AggregatingServer):
         return alone(self._lock, lambda: self._decide(pushed, worker))
 
     def _decide(self, pushed: Parcel, worker: tf.Tensor) -> None:
+        pushed, added = self.rows.split(pushed, self.push_layout.specs)
         gradient, pulled_at = self.push_layout.split(pushed)
+        rows = self.rows.gradients(added)
         step = self.step.read_value()
         is_open = step < self._limit.read_value()
         in_time = tf.logical_and(pulled_at == step, self._counters.done_by(worker) != step)
 
         def take_or_drop() -> None:
-            take, drop = (lambda: self._take(gradient, worker, step)), (lambda: self._counters.drop(worker))
+            take, drop = (lambda: self._take(gradient, rows, worker, step)), (lambda: self._counters.drop(worker))
             tf.cond(in_time, _branch(take), _branch(drop))
 
         # Beyond the end, and while the training pauses, nothing is counted: the batch is computed once more.
         tf.cond(is_open, _branch(take_or_drop), _branch(tf.no_op))
 
-    def _take(self, gradient: Parcel, worker: tf.Tensor, step: tf.Tensor) -> None:
+    def _take(self, gradient: Parcel, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
         count = self._counters.take(worker, step, self.quota)
 
         def keep() -> None:
@@ -193,22 +208,26 @@ class DecidingServer(AggregatingServer):
                     total.assign(one)
 
             tf.cond(count == 1, _branch(set_to), _branch(add))
+            for kept, own in zip(self._kept_rows, rows, strict=True):
+                kept.keep(count - 1, *own)
 
         def complete() -> None:
             if self._replicas == 1:
-                self._make_step(gradient, step)
+                self._make_step(gradient, rows, step)
                 return
             sums = [total.read_value() + one for total, one in zip(self._total, gradient, strict=True)]
-            self._make_step(sums, step)
+            before = tf.range(self._replicas) < self._replicas - 1
+            rows_of_all = [kept.sum_of(before, own) for kept, own in zip(self._kept_rows, rows, strict=True)]
+            self._make_step(sums, rows_of_all, step)
 
         tf.cond(count == self._replicas, _branch(complete), _branch(keep))
 
-    def _make_step(self, total: Parcel, step: tf.Tensor) -> None:
-        """Applies the mean of the gradients whose sum is `total`, and moves on."""
-        changes, sums = self.push_layout.mean(total)
+    def _make_step(self, total: Parcel, rows: list[RowGradient], step: tf.Tensor) -> None:
+        """Applies the mean of the gradients whose sums are `total` and `rows`, and moves on."""
+        changes, sums, factor = self.push_layout.mean(total)
         graph = tf.compat.v1.get_default_graph()
         earlier = len(graph.get_operations())
-        self._apply(changes)
+        self._apply(changes, [(ids, own * factor) for ids, own in rows])
         self._counters.aggregate(sums)
         with tf.control_dependencies(graph.get_operations()[earlier:]):
             moved = self.step.assign_add(1)  # counted when it has been done
@@ -238,29 +257,34 @@ class DecidingServer(AggregatingServer):
 
 
 class FollowingServer(AggregatingServer):
-    """A ps that applies the steps that the deciding one has made."""
+    """A ps that applies the steps that the deciding one has made; `num_lookups`: see `AggregatingServer`."""
 
-    def __init__(self, spec: PartSpec) -> None:
+    def __init__(self, spec: PartSpec, num_lookups: Sequence[int] = ()) -> None:
         self.pull_layout = PullLayout(spec.variables)
         self.push_layout = GradientLayout(spec.variables, 0)
         with tf.device(spec.device):
             # The newest gradient of each worker.
             zeros = [tf.zeros([spec.num_workers, *one.shape]) for one in self.push_layout.added]
             self._gradients = [tf.Variable(zero, trainable=False, name="gradients") for zero in zeros]
-        super().__init__(spec)
-        self.keep = self.on_device(self._keep, self.push_layout.specs, INDEX)
-        self.follow = self.on_device(self._follow, BITS, tf.TensorSpec([spec.num_workers], tf.float32))
+        super().__init__(spec, spec.num_workers, num_lookups)
+        made_by = tf.TensorSpec([spec.num_workers], tf.float32)
+        self.keep = self.on_device(self._keep, self.rows.open(self.push_layout.specs), INDEX)
+        self.follow = self.on_device(self._follow, BITS, made_by, *self.rows.request_types)
 
     def restore(self, step: int) -> None:
         self.step.assign(step)
 
     def _keep(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
         """Keeps a gradient until it is decided whether it is in the step."""
+        pushed, added = self.rows.split(pushed, self.push_layout.specs)
         gradient, pulled_at = self.push_layout.split(pushed)
+        rows = self.rows.gradients(added)
 
         def keep() -> None:
             for kept, one in zip(self._gradients, gradient, strict=True):
                 kept.scatter_nd_update(tf.reshape(worker, [1, 1]), one[None])
+            for kept_rows, own in zip(self._kept_rows, rows, strict=True):
+                kept_rows.keep(worker, *own)
 
         def keep_if_in_time() -> None:
             # What comes late will be dropped, and must not replace a gradient that is needed.
@@ -268,7 +292,7 @@ class FollowingServer(AggregatingServer):
 
         return alone(self._lock, keep_if_in_time)
 
-    def _follow(self, bits: tf.Tensor, made_by: tf.Tensor) -> Parcel:
+    def _follow(self, bits: tf.Tensor, made_by: tf.Tensor, *request: tf.Tensor) -> Parcel:
         """All variables, at least at the step `bits`, which was made by these workers."""
         step = tf.cast(PackedCount(bits).value(), tf.int64)
 
@@ -278,12 +302,13 @@ class FollowingServer(AggregatingServer):
             tf.cond(self.step.read_value() < step, make_step, _branch(tf.no_op))
 
         with tf.control_dependencies([alone(self._lock, catch_up)]):
-            return self._pull()
+            return self._pull(*request)
 
     def _make_step(self, made_by: tf.Tensor) -> None:
         given = [tf.boolean_mask(gradients.read_value(), made_by > 0) for gradients in self._gradients]
-        changes, _ = self.push_layout.mean([tf.reduce_sum(gradients, 0) for gradients in given])
-        with tf.control_dependencies(self._apply(changes)):
+        changes, _, factor = self.push_layout.mean([tf.reduce_sum(gradients, 0) for gradients in given])
+        rows = [kept.sum_of(made_by > 0) for kept in self._kept_rows]
+        with tf.control_dependencies(self._apply(changes, [(ids, own * factor) for ids, own in rows])):
             self.step.assign_add(1)
 
 

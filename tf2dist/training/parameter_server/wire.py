@@ -182,11 +182,12 @@ class GradientLayout:
         first, *large = buckets
         return [first[:-COUNT], *large], tf.cast(PackedCount(first[-COUNT:]).value(), tf.int64)
 
-    def mean(self, total: Parcel) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The mean change of each variable from the sum over an aggregate; and [mean loss, other sums of the step]."""
+    def mean(self, total: Parcel) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """The mean change of each variable from the sum over an aggregate; [mean loss, other sums of the step]; and
+        the factor that makes a mean of a sum."""
         _, (share, sums) = self._buckets.unpack(total, 1, self._num_sums)
         # An aggregate of padding alone, at the end of a pass, has a share of 0 and changes nothing.
         factor = tf.math.reciprocal_no_nan(share)
         # Before the types of the variables, which may be whole numbers.
         changes, _ = self._buckets.unpack([one * factor for one in total], 1, self._num_sums)
-        return changes, tf.concat([sums[:1] * factor, sums[1:]], 0)
+        return changes, tf.concat([sums[:1] * factor, sums[1:]], 0), factor[0]

@@ -17,6 +17,7 @@ class DelayCompensated(Algorithm):
     """See `Algorithm`."""
 
     needs_pulled_values = True
+    why_no_rows = "algorithm=delay_compensated corrects whole tables"
     # Another update between the correction and its use would change the values that the correction is for.
     runs_alone = True
 

@@ -1,0 +1,164 @@
+"""Large tables of embeddings on parameter servers: their rows travel, and the result is that of Keras."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.in_memory_source import InMemorySource
+from tests.replica.small_runs import assert_exact, run_config
+from tf2dist import data
+from tf2dist.config.schema import RunConfig
+from tf2dist.data import pipeline
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.passes import InputPosition, Sharding
+
+ROWS, COLUMNS, BATCH, STEPS = 20_001, 16, 50, 12
+layers = keras.layers
+pytestmark = pytest.mark.timeout(180)
+
+
+def examples(num: int, seed: int) -> Arrays:
+    rng = np.random.default_rng(seed)
+    # Many look-ups of a batch are of the same rows, and the last row is among them, also as -1.
+    ids = np.minimum(rng.zipf(1.3, (num, 3)) + 3, ROWS - 1).astype(np.int32)
+    ids[0] = -1
+    item = rng.integers(0, 100, num).astype(np.int32) * 197
+    return Arrays({"ids": ids, "item": item}, (ids.sum(1) % 2).astype(np.float32)[:, None])
+
+
+SPLITS = data.Splits(examples(STEPS * BATCH - 20, 1), test=examples(130, 2))
+
+
+def model_of(make_optimizer: Callable[[], keras.Optimizer], **of_table: Any) -> keras.Model:
+    """Two tables, one of which two calls share, once in a nested model."""
+    keras.utils.set_random_seed(3)
+    ids, item = keras.Input((3,), name="ids", dtype="int32"), keras.Input((), name="item", dtype="int32")
+    shared = layers.Embedding(ROWS, COLUMNS, name="shared")
+    tower = keras.Sequential([keras.Input((3,), dtype="int32"), shared, layers.GlobalAveragePooling1D()], name="tower")
+    items = layers.Embedding(ROWS, COLUMNS, name="items", **of_table)
+    both = layers.Concatenate()([tower(ids), shared(item), items(item)])
+    model = keras.Model({"ids": ids, "item": item}, layers.Dense(1)(layers.Dense(8, "tanh")(both)))
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(make_optimizer(), loss, metrics=[keras.metrics.BinaryAccuracy("accuracy", threshold=0.0)])
+    return model
+
+
+def config_of(batch_size: int = BATCH, optimizer: dict[str, Any] | None = None, **of_cluster: Any) -> RunConfig:
+    config = run_config(batch_size=batch_size, steps_per_execution=3)
+    cluster = replace(config.cluster, placement="partitioned", min_part_bytes=1024, **of_cluster)
+    train = replace(config.train, steps=STEPS)
+    return replace(config, cluster=cluster, train=train, optimizer=config.optimizer | (optimizer or {}))
+
+
+def by_keras(model: keras.Model) -> list[np.ndarray]:
+    """The weights after the same steps in one process, where the gradients of a row are added up before an update."""
+    sharding = Sharding(len(SPLITS.train), BATCH, 1, 0, whole_batch_loss=True)
+    for index, weights in pipeline.batches(lambda i: [i], sharding, 0, InputPosition()).take(STEPS).as_numpy_iterator():
+        x, y, _ = SPLITS.layout.pack(SPLITS.train.take(index[weights > 0]))
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        model.optimizer.apply([tf.convert_to_tensor(g) for g in gradients], model.trainable_variables)
+    return [v.numpy() for v in model.trainable_variables]
+
+
+def assert_equals_keras(loop: Any, make: Callable[[], keras.Model], tolerance: float = 1e-5) -> None:
+    expected = make()
+    for found, wanted in zip(loop.model.trainable_variables, by_keras(expected), strict=True):
+        np.testing.assert_allclose(found.numpy(), wanted, atol=tolerance, rtol=0)
+    test = SPLITS.test
+    assert test is not None
+    evaluation = expected.evaluate(test.x, test.y, verbose=0, return_dict=True)
+    assert loop.evaluate("test").metrics == pytest.approx(evaluation, rel=1e-4)
+
+
+OPTIMIZERS: dict[str, Callable[[], keras.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "clipped": lambda: keras.optimizers.Adagrad(0.1, global_clipnorm=0.1),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.InverseTimeDecay(0.5, 3, 0.5)),
+}
+
+
+@pytest.mark.parametrize("num_ps", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_equals_keras(
+    async_loop: Callable[..., Any], publishing: Callable[..., None], name: str, num_ps: int
+) -> None:
+    publishing(SPLITS)
+    make = functools.partial(model_of, OPTIMIZERS[name])
+    loop = async_loop(config_of(), 1, num_ps, source=InMemorySource(make, SPLITS))
+    assert [table.path for table in loop.step.tables] == ["tower/shared/embeddings", "items/embeddings"]
+    loop.train(STEPS)
+    assert_exact(loop, STEPS)
+    assert_equals_keras(loop, make)
+
+
+@pytest.mark.parametrize("num_ps", [1, 3])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_replicas_equal_keras(
+    replicas_loop: Callable[..., Any], publishing: Callable[..., None], name: str, num_ps: int
+) -> None:
+    publishing(SPLITS)
+    make = functools.partial(model_of, OPTIMIZERS[name])
+    config = replace(config_of(BATCH // 2), mode="sync_replicas")
+    loop = replicas_loop(config, 2, num_ps, source=InMemorySource(make, SPLITS))
+    assert len(loop.step.tables) == 2
+    loop.train(STEPS)
+    assert loop.progress.global_step == STEPS
+    assert_equals_keras(loop, make)
+
+
+def test_narrow_rows(async_loop: Callable[..., Any], publishing: Callable[..., None]) -> None:
+    publishing(SPLITS)
+    make = functools.partial(model_of, OPTIMIZERS["sgd"])
+    loop = async_loop(config_of(transfer_dtype="bfloat16"), 1, 2, source=InMemorySource(make, SPLITS))
+    loop.train(STEPS)
+    for found, wanted in zip(loop.model.trainable_variables, by_keras(make()), strict=True):
+        assert 0 < np.abs(found.numpy() - wanted).max() < 0.01
+
+
+def tables_of(loop: Any) -> list[str]:
+    return [table.path for table in loop.step.tables]
+
+
+def test_an_optimizer_that_moves_all_rows_moves_them(
+    async_loop: Callable[..., Any], publishing: Callable[..., None]
+) -> None:
+    """Unless it is told not to; and a note says so in either case."""
+    publishing(SPLITS)
+    make = functools.partial(model_of, lambda: keras.optimizers.Adam(0.01))
+    source = InMemorySource(make, SPLITS)
+    loop = async_loop(config_of(), 1, 2, source=source)
+    assert not loop.step.tables
+    assert "its 20,001 rows travel in each step, since Adam" in loop.advice.note
+    assert "optimizer.lazy_rows=true" in loop.advice.note
+    loop.train(STEPS)
+    assert_equals_keras(loop, make, tolerance=1e-4)  # Adam's step of a gradient near 0 depends on its last bits
+    lazy = async_loop(config_of(optimizer={"lazy_rows": True}), 1, 2, source=source)
+    assert len(tables_of(lazy)) == 2
+    assert "Adam changes only the rows that a batch looks up" in lazy.advice.note
+    lazy.train(STEPS)
+    before, after = (model.get_layer("items").embeddings.numpy() for model in (make(), lazy.model))
+    looked_up = np.unique(SPLITS.train.x["item"])
+    changed = np.flatnonzero((before != after).any(1))
+    assert set(changed) <= set(looked_up)
+    assert len(changed) > len(looked_up) / 2
+
+
+@pytest.mark.parametrize("of_table", [{"embeddings_regularizer": "l2"}], ids=["penalty"])
+def test_a_table_that_is_read_as_a_whole_travels(
+    async_loop: Callable[..., Any], publishing: Callable[..., None], of_table: dict[str, Any]
+) -> None:
+    publishing(SPLITS)
+    make = functools.partial(model_of, OPTIMIZERS["sgd"], **of_table)
+    loop = async_loop(config_of(), 1, 2, source=InMemorySource(make, SPLITS))
+    assert tables_of(loop) == ["tower/shared/embeddings"]
+    loop.train(STEPS)
+    assert_equals_keras(loop, make)

@@ -1,0 +1,57 @@
+"""Which tables travel by rows: those whose optimizer leaves alone the rows that a batch does not look up."""
+
+from typing import Any
+
+import keras
+
+from tf2dist.config.rules import LAZY_ROWS
+from tf2dist.errors import ConfigError
+from tf2dist.model.own_step import OwnStep
+from tf2dist.model.row_updates import can_be_lazy, is_exact_by_row
+from tf2dist.model.step import ModelStep
+from tf2dist.process.tf_internals import groups_of
+
+
+def choose_tables(name: str, step: ModelStep, optimizer: keras.Optimizer, options: dict[str, Any], why_not: str) -> str:
+    """Sets `ModelStep.tables`; returns a note on what differs from Keras, or costs time.
+
+    Args:
+        name: of the model.
+        optimizer: with the settings of the run.
+        options: of the optimizer.
+        why_not: what keeps tables from travelling by rows in this run; empty for nothing.
+
+    Raises:
+        ConfigError: the optimizer cannot update rows as asked.
+    """
+    lazily = options.get(LAZY_ROWS, False)
+    tables = [] if isinstance(step, OwnStep) else step.find_tables()
+    if why_not:
+        tables, whole = [], tables
+        return "; ".join(_whole(table, why_not) for table in whole)
+    of_table = {id(v): inner for inner, trained in groups_of(optimizer, step.trainable) for v in trained}
+    chosen, notes = [], []
+    for table in tables:
+        inner = of_table[id(table)]
+        kind = type(inner).__name__
+        if is_exact_by_row(inner):
+            chosen.append(table)
+        elif lazily and can_be_lazy(inner):
+            chosen.append(table)
+            notes.append(
+                f"{table.path}: {kind} changes only the rows that a batch looks up, since optimizer.{LAZY_ROWS}=true; "
+                "keras.Model.fit changes all rows in each step"
+            )
+        elif lazily:
+            raise ConfigError(f"optimizer.{LAZY_ROWS}: {kind} of model ({name}) cannot update rows alone; leave it out")
+        else:
+            way_out = f", or give optimizer.{LAZY_ROWS}=true to leave those alone" if can_be_lazy(inner) else ""
+            notes.append(
+                _whole(table, f"{kind} also changes rows that a batch does not look up; take Adagrad or SGD{way_out}")
+            )
+    step.let_rows_travel(chosen)
+    return "; ".join(notes)
+
+
+def _whole(table: keras.Variable, reason: str) -> str:
+    return f"{table.path}: its {table.shape[0]:,} rows travel in each step, since {reason}"
