@@ -153,7 +153,7 @@ def train(
         loop = LOOPS[config.mode](config, cluster, task, source, splits, start, on_progress, strategy)
         reporter.follow(loop, config)
         if task == cluster.leader:
-            announce(loop, run_dir, to_launcher)
+            announce(loop, splits.note, run_dir, to_launcher)
 
         def write_finished_model() -> None:
             if task == cluster.leader:
@@ -173,12 +173,13 @@ def train(
                 EpochDriver(*arguments, source.plan, hooks if task == cluster.leader else NoHooks()).drive()
 
 
-def announce(loop: Loop, run_dir: Path, to_launcher: ToLauncher) -> None:
-    """Tells the launcher where the run begins, and describes its model in the run directory."""
+def announce(loop: Loop, note: str, run_dir: Path, to_launcher: ToLauncher) -> None:
+    """Tells the launcher where the run begins, and the note on its data; describes its model in the run directory."""
     if loop.advice.warning:
         to_launcher.warn(loop.advice.warning)
-    if loop.advice.note and not loop.progress.global_step:  # a resumed run has printed it before
-        to_launcher.note(loop.advice.note)
+    for text in (note, loop.advice.note):
+        if text and not loop.progress.global_step:  # a resumed run has printed it before
+            to_launcher.note(text)
     to_launcher.began(loop.progress.global_step)
     describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
     if loop.restored_from:

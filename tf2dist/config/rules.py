@@ -7,6 +7,7 @@ from typing import Any
 
 from tf2dist.config.choices import keys
 from tf2dist.config.option import Constraint, Option, Rule, above, at_least, broken, is_number, one_of, or_null
+from tf2dist.config.schema import OPTIONS
 from tf2dist.files import is_path
 
 MAX_UNITS = 1_000_000  # in one layer; more is a mistake in typing, and would end in a lack of memory
@@ -23,6 +24,10 @@ UNITS = Constraint(
 )
 POSITIVE_INT = Constraint(
     lambda value: type(value) is int and 0 < value <= MAX_UNITS, f"must be a whole number from 1 to {MAX_UNITS:,}"
+)
+# The ids of rows are int32.
+ROWS = Constraint(
+    lambda value: type(value) is int and 0 < value < 1 << 31, f"must be a whole number from 1 to {(1 << 31) - 1:,}"
 )
 FRACTION = Option(
     constraints=(Constraint(lambda value: is_number(value) and 0 <= value < 1, "must be at least 0 and less than 1"),)
@@ -59,6 +64,11 @@ ARGUMENTS = {
     "hidden_units": Option(constraints=(UNITS,)),
     "units": Option(constraints=(POSITIVE_INT,), help="of the hidden layer"),
     "points": Option(constraints=(POSITIVE_INT,), help="training points, and as many others to test"),
+    "num_users": Option(constraints=(ROWS,), help="rows of the table of users"),
+    "num_items": Option(constraints=(ROWS,), help="rows of the table of items"),
+    "num_impressions": Option(constraints=(ROWS,), help="to train and validate on; a twentieth more to test"),
+    "seed": Option(constraints=OPTIONS["seed"].constraints, help="of the made-up users, items and clicks"),
+    "columns": Option(constraints=(POSITIVE_INT,), help="of both tables, and units of the layer above each"),
     "noise": Option(constraints=(at_least(0),), help="standard deviation of the noise"),
 }
 

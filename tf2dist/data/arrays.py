@@ -1,7 +1,7 @@
 """The data as trees of arrays in memory: the types that a data function returns, and the check of what it returns."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -77,6 +77,7 @@ class Splits:
         stream: yields the training set in batches, for data that do not fit into memory.
         validation_stream: likewise, instead of `validation`.
         truth: of the test set of made-up data; `python -m tf2dist.predict` draws it.
+        note: a line about the data that the user is told when a run begins.
     """
 
     train: Arrays
@@ -86,6 +87,7 @@ class Splits:
     stream: "Stream | None" = None
     validation_stream: "Stream | None" = None
     truth: Truth | None = None
+    note: str = ""
 
     @property
     def input_shape(self) -> Any:
@@ -135,7 +137,7 @@ def checked(name: str, splits: Splits) -> Splits:
         # A split without examples says nothing, and its empty arrays may have any shape.
         if len(result) and result.layout != train.layout:
             raise DataError(f"{name}: {split} is {result.layout}, and train is {train.layout}; give both the same kind")
-    return Splits(train, others["validation"], others["test"], num_classes, truth=splits.truth)
+    return replace(splits, train=train, validation=others["validation"], test=others["test"])
 
 
 def _checked(name: str, arrays: Arrays, num_classes: int | None) -> Arrays:

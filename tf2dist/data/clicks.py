@@ -1,18 +1,18 @@
-"""Made-up clicks: items shown to users, with the true probability of each click, so that the best possible AUC is known.
+"""Made-up clicks: items shown to users, with the true probability of each click, so the best possible AUC is known.
 
 Ids follow Zipf's law: id k comes up about as often as 1 / (k + 1), user 0 and item 0 most often. Each user has a taste
-and each item has traits, four hidden numbers, and each impression has four visible numbers, its context. A user clicks
-with the probability
+and each item has traits, both FACTORS hidden numbers, and each impression has four visible numbers, its context. A user
+clicks with the probability
 
-    sigmoid(BIAS + taste . traits * TASTE / 2 + context . CONTEXT)
+    sigmoid(BIAS + TASTE * taste . traits / sqrt(FACTORS) + CONTEXT . context)
 
 Hidden numbers are a hash of the id, so nothing here is as large as a table with a row for each id.
 """
 
 import numpy as np
 
-FACTORS = 4  # hidden numbers of a user and of an item
-BIAS, TASTE = -1.0, 1.5
+FACTORS = 2  # hidden numbers of a user and of an item
+BIAS, TASTE = -1.0, 2.0
 CONTEXT = np.array([0.8, -0.4, 0.2, 0.0], np.float32)
 USERS, ITEMS = 0, 1  # tell the hashes of users and items apart
 
@@ -38,16 +38,16 @@ def make_impressions(
         "context": draws.standard_normal((num, len(CONTEXT)), np.float32),
     }
     match = np.einsum("nf,nf->n", hidden_numbers(x["user"], seed, USERS), hidden_numbers(x["item"], seed, ITEMS))
-    logits = BIAS + match * (TASTE / FACTORS**0.5) + x["context"] @ CONTEXT
+    logits = BIAS + match * np.float32(TASTE / FACTORS**0.5) + x["context"] @ CONTEXT
     probabilities = 1 / (1 + np.exp(-logits[:, None]))
     return x, (draws.random(probabilities.shape, np.float32) < probabilities).astype(np.float32), probabilities
 
 
 def zipf_ids(draws: np.random.Generator, num: int, size: int) -> np.ndarray:
     """Ids below `size`, int32 [num]: id k has the probability log((k + 2) / (k + 1)) / log(size + 1)."""
-    # The inverse of the distribution function, so that no array has an element for each id. Rounding could give `size`.
-    ids = np.exp(draws.random(num) * np.log(size + 1)).astype(np.int32) - 1
-    return np.minimum(ids, size - 1)
+    # The inverse of the distribution function: no array has an element for each id. Rounding could give `size`.
+    ids: np.ndarray = np.exp(draws.random(num) * np.log(size + 1)).astype(np.int32) - 1
+    return ids.clip(0, size - 1)
 
 
 def hidden_numbers(ids: np.ndarray, seed: int, kind: int) -> np.ndarray:
@@ -59,13 +59,12 @@ def hidden_numbers(ids: np.ndarray, seed: int, kind: int) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    fractions = (z >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
+    fractions: np.ndarray = (z >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
     return (fractions - np.float32(0.5)) * np.float32(12**0.5)
 
 
 def area_under_curve(y: np.ndarray, scores: np.ndarray) -> float:
-    """The share of pairs of a click and no click in which the click has the higher score: the area under the ROC curve."""
+    """The share of pairs of a click and no click in which the click has the higher score; NaN without a pair."""
     clicked = y.ravel()[np.argsort(scores.ravel())] > 0
-    num_clicked = np.count_nonzero(clicked)
-    num_lower = np.cumsum(~clicked)[clicked].sum(dtype=np.float64)
-    return float(num_lower / (num_clicked * (len(clicked) - num_clicked)))
+    num_pairs = np.count_nonzero(clicked) * np.count_nonzero(~clicked)
+    return int(np.cumsum(~clicked)[clicked].sum()) / num_pairs if num_pairs else float("nan")

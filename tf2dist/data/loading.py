@@ -7,6 +7,7 @@ from importlib import resources
 import numpy as np
 
 from tf2dist.config.schema import DataConfig
+from tf2dist.data import clicks
 from tf2dist.data.arrays import Arrays, Splits, Truth, checked
 from tf2dist.data.location import mnist_dir, mnist_files
 from tf2dist.data.mnist import decoded
@@ -74,3 +75,18 @@ def load_parabola(config: DataConfig, points: int = 200, noise: float = 0.1) -> 
     curve = x**2
     train, test = (curve + np.random.default_rng(seed).normal(0, noise, x.shape).astype(np.float32) for seed in (0, 1))
     return Splits(Arrays(x, train), None, Arrays(x, test), num_classes=None, truth=Truth(curve, noise))
+
+
+@register_data("clicks")
+def load_clicks(config: DataConfig, num_users: int, num_items: int, num_impressions: int, seed: int) -> Splits:
+    """Made-up clicks of `clicks.make_impressions`; the test set has a twentieth of `num_impressions` more."""
+    sizes, n = (num_users, num_items, seed), config.num_validation
+    x, y, probabilities = clicks.make_impressions(num_impressions, *sizes)
+    test_x, test_y, test_probabilities = clicks.make_impressions(num_impressions // 20, *sizes, sample=1)
+    evaluated = {"validation": (y[:n], probabilities[:n]), "test": (test_y, test_probabilities)}
+    aucs = [
+        f"{clicks.area_under_curve(*pair):.4f} on the {name} set" for name, pair in evaluated.items() if len(pair[0])
+    ]
+    train = Arrays(x, y)
+    note = f"the AUC of the true probabilities is {', '.join(aucs)}"
+    return Splits(train[n:], train[:n], Arrays(test_x, test_y), num_classes=None, note=note)

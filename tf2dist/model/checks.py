@@ -43,6 +43,15 @@ def check_images(name: str, splits: Splits) -> None:
         )
 
 
+def check_impressions(name: str, splits: Splits) -> None:
+    """Refuses data that does not show items to users, for `two_tower`."""
+    shape = splits.input_shape
+    if not isinstance(shape, dict) or shape.keys() != {"user", "item", "context"}:
+        raise ConfigError(
+            f"model ({name}): takes user, item and context, and the data is {splits.layout}; register a model that fits"
+        )
+
+
 def check_model(name: str, model: Any) -> None:
     """Refuses what a builder returns if it is not a model that can be trained here."""
     if not isinstance(model, keras.Model):

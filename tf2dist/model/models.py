@@ -70,6 +70,22 @@ def tanh(
     return model
 
 
+@register_model("two_tower")
+def two_tower(
+    input_shape: dict[str, tuple[int, ...]], num_classes: int | None, num_users: int, num_items: int, columns: int = 16
+) -> keras.Model:
+    layers = keras.layers
+    x = {name: keras.Input((), dtype="int32", name=name) for name in ("user", "item")}
+    x["context"] = keras.Input(input_shape["context"], name="context")
+    user = layers.Concatenate()([layers.Embedding(num_users, columns, name="users")(x["user"]), x["context"]])
+    item = layers.Embedding(num_items, columns, name="items")(x["item"])
+    towers = [layers.Dense(columns, name="user_tower")(user), layers.Dense(columns, name="item_tower")(item)]
+    model = keras.Model(x, layers.Activation("sigmoid", name="click")(layers.Dot(1, name="match")(towers)))
+    # Without an optimizer, so that it is trained with that of the options.
+    model.compile(None, keras.losses.BinaryCrossentropy(), metrics=[keras.metrics.AUC(name="auc")])
+    return model
+
+
 def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
     """Calls the registered function of the model that `arguments["name"]` names, with the other arguments.
 
@@ -83,6 +99,8 @@ def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
     # A user's model may fit any data, and a plugin may have replaced a model under one of these names.
     if function in (softmax, dnn, cnn):
         checks.check_images(name, splits)
+    if function is two_tower:
+        checks.check_impressions(name, splits)
     model: keras.Model = call("model", name, function, options, fixed)
     return model
 

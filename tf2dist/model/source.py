@@ -70,14 +70,14 @@ def build_step(
         model = built_model(source, splits, config.seed)
         if has_own_step(model):
             return _build_own_step(source, splits, model)
-    is_compiled = model.compiled
-    if is_compiled:
-        make_optimizer = copies_of(model.optimizer, model.trainable_variables, source.name)
-    else:
-        # Keras builds the losses and metrics of a compiled model only. Its optimizer is taken off below, unused.
-        compile_classifier(source.name, model, splits.num_classes, "sgd")
+    if not model.compiled:
+        # Keras builds the losses and metrics of a compiled model only.
+        compile_classifier(source.name, model, splits.num_classes, None)
         x, _, _ = splits.layout.symbolic()
         checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
+    if model.optimizer:
+        make_optimizer = copies_of(model.optimizer, model.trainable_variables, source.name)
+    else:
 
         def make_optimizer(total_steps: int) -> keras.Optimizer:
             new = build_optimizer(config.optimizer, total_steps)
@@ -87,7 +87,7 @@ def build_step(
     # The variables of an optimizer that the model has would count as those of the model.
     optimizer, model.optimizer = model.optimizer, None
     step = ModelStep(model, splits.layout)
-    if is_compiled:
+    if optimizer:
         _take_earlier(step, optimizer)
     checks.check_made(source.name, step)
     checks.check_metrics(source.name, step)
@@ -123,7 +123,7 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
     model = source.build(splits)
     make_variables(model, source.name, splits.layout, _tested(splits))
     checks.check_trainable(source.name, model)
-    if model.compiled and not has_own_step(model):
+    if model.compiled and model.optimizer and not has_own_step(model):
         prepare_choice(source.name, model.optimizer, model.trainable_variables)
     return model
 
@@ -166,16 +166,19 @@ def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callab
     """A compiled model of the run with variables in this process, for what is done outside of the cluster.
 
     Args:
-        new_optimizer: for a model that its builder has not compiled.
+        new_optimizer: for a model that its builder has not compiled, or without an optimizer.
     """
     model = built_model(source, splits, seed)
     if not model.compiled:
         compile_classifier(source.name, model, splits.num_classes, new_optimizer())
+    elif not model.optimizer and not has_own_step(model):
+        arguments = keras.saving.deserialize_keras_object(model.get_compile_config())
+        model.compile(**{**arguments, "optimizer": new_optimizer()})
     return model
 
 
 def compile_classifier(
-    name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | str
+    name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | None
 ) -> None:
     """Compiles a model that gives the logits of classes.
 
