@@ -59,9 +59,10 @@ def register_model(name: str, *, override: bool = False) -> Callable[[Function],
     """Registers ``function(input_shape, num_classes, **arguments) -> keras.Model``, compiled or not.
 
     `input_shape` is that of one example, such as (28, 28, 1), and `num_classes` None for data without classes. A
-    compiled model is trained with its own loss, metrics and optimizer. One that is not compiled gives the logits of
-    the classes, [batch, num_classes]. The inputs are those of the data, so images are bytes from 0 to 255; a model that
-    wants them from 0 to 1 begins with ``keras.layers.Rescaling(1 / 255)``.
+    compiled model is trained with its own loss, metrics and optimizer, or if that is None, with the optimizer of the
+    options. One that is not compiled gives the logits of the classes, [batch, num_classes]. The inputs are those of the
+    data, so images are bytes from 0 to 255; a model that wants them from 0 to 1 begins with
+    ``keras.layers.Rescaling(1 / 255)``.
 
     Args:
         name: the value of ``model=`` that chooses it; its arguments are options, as in ``+model.width=128``.

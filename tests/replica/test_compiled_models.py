@@ -16,7 +16,7 @@ from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
-from tf2dist.model.source import MakeOptimizer, build_step
+from tf2dist.model.source import MakeOptimizer, build_step, plain_model
 from tf2dist.model.step import ModelStep, StepOutput
 
 layers = keras.layers
@@ -377,13 +377,36 @@ def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer() -> None:
     assert step.metrics.results(np.zeros(step.metrics.size)).keys() == {"loss", "mae"}
 
 
+def test_a_model_that_is_compiled_without_an_optimizer_takes_that_of_the_options() -> None:
+    def with_none() -> keras.Model:
+        model = dense(12)
+        model.compile(None, "mse", metrics=["mae"])
+        return model
+
+    step, make_optimizer = built(with_none)
+    assert type(make_optimizer(10)) is keras.optimizers.SGD
+    assert step.metrics.results(np.zeros(step.metrics.size)).keys() == {"loss", "mae"}
+    splits = data.Splits(load_digits(run_config().data).train)
+    finished = plain_model(InMemorySource(with_none, splits), splits, 0, lambda: keras.optimizers.Adagrad(0.5))
+    assert isinstance(finished.optimizer, keras.optimizers.Adagrad)
+    assert finished.get_compile_config()["optimizer"]["config"]["learning_rate"] == 0.5
+    assert finished.evaluate(splits.train.x[:9], splits.train.y[:9, None], verbose=0, return_dict=True).keys() == {
+        *("loss", "mae")
+    }
+
+
 def test_a_model_that_is_not_compiled_needs_class_labels() -> None:
     source, splits = source_and_splits(run_config("softmax"))
+    two_tower, _ = source_and_splits(run_config("two_tower", num_users=5, num_items=5))
     splits = replace(splits, num_classes=None)
     for each, says in (
         (
             InMemorySource(dense, splits),
             r"model \(given\): is not compiled, and the data has no classes; compile it with its loss",
+        ),
+        (
+            two_tower,
+            r"model \(two_tower\): takes user, item and context, and the data is .*; register a model that fits",
         ),
         (source, r"model \(softmax\): classifies images, and the data is .*uint8 \[n, 28, 28, 1\].*; register a model"),
     ):

@@ -129,6 +129,7 @@ REFUSED = [
     (["model=dnn,nope"], "model (nope): must be one of cnn, dnn"),
     (["algorithm=staleness_aware", "modes=sync"], "algorithm (staleness_aware): is for mode=async"),
     (["data=parabola"], "until (0.95): data=parabola has no classes; give until=2000steps"),
+    (["data=clicks", "model=two_tower"], "until (0.95): data=clicks has no classes; give until=2000steps"),
     (["--json"], "--json: there is no such flag"),
     (["-m"], "--multirun: is not for a comparison"),
     (["-sc", "install=bash"], "--shell-completion: is not for a comparison"),

@@ -182,8 +182,12 @@ BAD = [
     (["mode=asynch"], "mode (asynch): must be one of async, sync, sync_replicas; did you mean async?"),
     (["experiment=regression", "data.points=0"], "data.points (0): must be a whole number from 1 to 1,000,000"),
     (["experiment=regression", "data.noise=-1"], "data.noise (-1): must be at least 0"),
+    (
+        ["experiment=clicks", "data.num_items=3e9"],
+        "data.num_items (3000000000.0): must be a whole number from 1 to 2,147,",
+    ),
     (["experiment=regression", "model.units=2.5"], "model.units (2.5): must be a whole number"),
-    (["model=cnnn"], "model (cnnn): must be one of cnn, dnn, softmax, tanh; did you mean cnn?"),
+    (["model=cnnn"], "model (cnnn): must be one of cnn, dnn, softmax, tanh, two_tower; did you mean cnn?"),
     (["model=_target_"], "model (_target_)"),
     (["optimizer=adamm"], "did you mean adam?"),
     (["data=minst"], "did you mean mnist?"),

@@ -63,7 +63,7 @@ def test_an_own_beginning(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "source", "words"),
     [
-        (["model=smal"], OWN, "must be one of cnn, dnn, small, softmax, tanh; did you mean small?"),
+        (["model=smal"], OWN, "must be one of cnn, dnn, small, softmax, tanh, two_tower; did you mean small?"),
         (["experiment=mien"], OWN, "mine, regression, torn, wrong; did you mean mine?"),
         (
             ["experiment=wrong"],
@@ -73,11 +73,11 @@ def test_an_own_beginning(folder: Path) -> None:
         (
             ["experiment=lost"],
             OWN,
-            "model (none_such): must be one of cnn, dnn, small, softmax, tanh (in experiment/lost",
+            "model (none_such): must be one of cnn, dnn, small, softmax, tanh, two_tower (in experiment/lost",
         ),
         (["length=short"], OWN, "length (short): is not a group of tf2dist; write +length=short for one of yours"),
         (["+length=long"], OWN, "length (long): must be one of short"),
-        (["experiment=mine"], ConfigSource(), "experiment (mine): must be one of book_async, book_sync, cnn, dnn"),
+        (["experiment=mine"], ConfigSource(), "experiment (mine): must be one of book_async, book_sync, clicks, cnn"),
         (
             ["experiment=bare"],
             OWN,

@@ -27,7 +27,7 @@ def jobs(*overrides: str, source: ConfigSource = NO_FOLDER) -> list[Job]:
 EXPANDED = [
     (["mode=async,sync", "seed=range(2)"], [f"mode={mode} seed={n}" for mode in ("async", "sync") for n in (0, 1)]),
     (["optimizer=glob(ad*)"], ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"]),
-    (["model=glob(*)"], ["model=cnn", "model=dnn", "model=softmax", "model=tanh"]),
+    (["model=glob(*)"], ["model=cnn", "model=dnn", "model=softmax", "model=tanh", "model=two_tower"]),
     (["optimizer=glob([*s*,adam],exclude=rms*)"], ["optimizer=adam", "optimizer=sgd"]),
     (["model=choice(dnn,cnn)", "seed=7"], ["model=dnn seed=7", "model=cnn seed=7"]),
     (["seed=sort(3,1,2)"], ["seed=1", "seed=2", "seed=3"]),

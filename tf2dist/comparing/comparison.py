@@ -79,7 +79,7 @@ def _with_resolved_data(
     contenders = contenders_of(options, run_overrides, source, check_local)
     for name in dict.fromkeys(contender.config.data.name for contender in contenders):
         config = next(contender.config for contender in contenders if contender.config.data.name == name)
-        if options.until.kind == "accuracy" and name in ("parabola", "clicks"):
+        if options.until.kind == "accuracy" and name in location.MADE_UP:
             raise ConfigError(f"until ({options.until}): data={name} has no classes; give until=2000steps")
         resolved = location.resolve(replace(config.data), console.warn)
         if resolved.name != name:

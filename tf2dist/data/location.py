@@ -18,6 +18,7 @@ from tf2dist.interpreter import child_environment, module_command
 from tf2dist.tf_constants import LOG_LEVEL
 
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # the validation examples, taken from these, included
+MADE_UP = ("parabola", "clicks")  # the data sets that have no classes, either
 MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
 DIGITS = to_dataclass(DataConfig, choices.values("data", "digits"))  # the fallback without MNIST; needs no network
 DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
