@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from tests.bench import figures, links, loopback
+from tests.bench import figures, links, loopback, tables
+from tests.bench.workload import TABLE_ROWS
 
 Measure = Callable[[], float]
 ACCURACY = 0.97  # to be reached
@@ -23,6 +24,8 @@ STEPS = {
     ("sync", "2 million"): 100,
     ("sync", "12 million"): 24,
     ("sync", "50 million"): 8,
+    ("async", "tables"): 6_000,
+    ("sync", "tables"): 2_000,
 }
 SMALL = ("softmax", "dnn", "cnn")
 LARGE = ("2 million", "12 million", "50 million")  # parameters
@@ -70,6 +73,7 @@ class Table:
         yield from self._stragglers()
         yield from self._torch()
         yield from self._large()
+        yield from self._tables()
         yield from self._links()
         yield from self._deep()
         yield from self._one_process()
@@ -173,6 +177,37 @@ class Table:
                 "loopback": partial(loopback.megabytes_per_sec, size, max(1, int(4e9 * self._scale / size))),
             }
             yield Comparison(f"large loopback {mode} {model}", "MB/s", contenders, ("steps", "loopback"))
+
+    def _tables(self) -> Iterator[Comparison]:
+        """Where a step touches a few hundred rows of tables of any size."""
+        few, million, many = "1,000 rows", "1 million rows", "10 million rows"
+
+        def ours(mode: str, model: str) -> Measure:
+            return partial(tables.our_rate, mode, model, self._steps(mode, "tables"))
+
+        for mode, large, target in (("async", many, 0.8), ("sync", million, 0.7)):
+            rates = {model: ours(mode, model) for model in (few, large)}
+            yield Comparison(f"tables rows {mode}", "steps/s", rates, (large, few), target)
+        for mode, least in (("async", 10.0), ("sync", None)):
+            keras_fit = partial(figures.peer_rate, "keras_fit", mode, million, 1, max(8, int(30 * self._scale)), "")
+            contenders: dict[str, Measure] = {"tf2dist": ours(mode, million), "keras fit": keras_fit}
+            yield Comparison(f"tables keras {mode}", "steps/s", contenders, ("tf2dist", "keras fit"), least)
+        for model in TABLE_ROWS:
+            steps = self._steps("async", "tables", 0.3)
+            old = partial(figures.peer_rate, "old", "async", model, tables.NUM_WORKERS, steps, "")
+            contenders = {"tf2dist": ours("async", model), "old program": old}
+            yield Comparison(f"tables old {model}", "steps/s", contenders, ("tf2dist", "old program"), 1.2)
+        sent = partial(tables.sent_mb, million, int(2_000 * self._scale))
+        contenders = {"sent": sent, "rows": partial(tables.rows_mb, million)}
+        yield Comparison("tables bytes", "MB", contenders, ("sent", "rows"), 1.1, at_least=False)
+        steps = max(20, int(1_000 * self._scale))
+        for name, unit, measure, more in (
+            ("memory", "MB", partial(tables.worker_mb, steps=steps), 50),
+            ("start", "s", tables.first_step_secs, 5),
+        ):
+            ends = (many, f"{few} + {more}")
+            contenders = {ends[0]: partial(measure, many), ends[1]: partial(tables.more_than, more, measure, few)}
+            yield Comparison(f"tables {name}", unit, contenders, ends, 1.0, at_least=False)
 
     def _links(self) -> Iterator[Comparison]:
         """What crosses the links of hosts, and links that are slower than the hosts."""

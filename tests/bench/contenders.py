@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.bench.workload import Workload
+from tests.bench.workload import TABLE_ROWS, Workload
 from tf2dist.cluster.reachability import why_unreachable
 from tf2dist.linux import unused_ports
 from tf2dist.tf_constants import ONEDNN
@@ -35,13 +35,13 @@ class ContenderError(Exception):
     """A contender has failed; the message has its output."""
 
 
-def jobs_of(contender: str, mode: str, num_workers: int) -> dict[str, list[str]]:
+def jobs_of(contender: str, mode: str, num_workers: int, num_ps: int) -> dict[str, list[str]]:
     """The processes of a contender; ours starts its own."""
     if contender in ("keras_fit", "bare"):
         return {"worker": ["localhost:0"]}
     sizes = {"worker": num_workers}
     if contender.startswith("old") or (contender == "plain" and mode == "async"):
-        sizes["ps"] = 1
+        sizes["ps"] = num_ps
     if contender == "plain" and mode == "async":
         sizes["chief"] = 1
     ports = iter(unused_ports(sum(sizes.values())))
@@ -56,7 +56,8 @@ def peer(
 
     What it has measured is its rate over `steps` global steps, after as many, or the seconds to an accuracy.
     """
-    jobs = jobs_of(contender, mode, num_workers)
+    # The tables of embeddings lie on both the ps.
+    jobs = jobs_of(contender, mode, num_workers, num_ps=2 if model in TABLE_ROWS else 1)
     leader = ("chief", 0) if "chief" in jobs else ("worker", 0)
     # The coordinator of the plain port comes last: it does not wait for its servers.
     tasks = [(job, index) for job in ("ps", "worker", "chief") for index in range(len(jobs.get(job, [])))]

@@ -163,7 +163,7 @@ def our_pss_mb(num_workers: int, steps: int, model: str = "dnn") -> float:
     overrides = ["mode=async", *model_of(model), "optimizer=sgd", "train.steps=1000000"]
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
         wait_for_step(run_dir, steps)
-        return _pss_mb(process.pid)
+        return pss_mb(process.pid)
 
 
 def added_worker_mb(model: str, num_workers: int, steps: int) -> float:
@@ -179,14 +179,21 @@ def parameter_bytes(model: str) -> int:
 
 def one_process_pss_mb(steps: int, arrays: str) -> float:
     with peer("bare", "async", "dnn", 1, steps // 2, arrays) as (_, process):
-        return _pss_mb(process.pid)
+        return pss_mb(process.pid)
 
 
-def _pss_mb(pid: int) -> float:
+def pss_mb(pid: int) -> float:
     """The memory of a process and all its descendants; shared memory is counted once."""
     process = psutil.Process(pid)
     family = [process, *process.children(recursive=True)]
     return float(sum(one.memory_full_info().pss for one in family) / 2**20)
+
+
+def task_of(launcher: int, name: str) -> psutil.Process:
+    """The process of a task, such as "worker-0"."""
+    family = psutil.Process(launcher).children(recursive=True)
+    # A task is a fork, so only the file of its output shows which one it is.
+    return next(one for one in family if os.readlink(f"/proc/{one.pid}/fd/1").endswith(f"{name}.log"))
 
 
 def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
@@ -207,9 +214,7 @@ def coordinator_cpu(steps: int, num_workers: int = 16, *options: str) -> float:
     overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000", *options]
     with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
         first = wait_for_step(run_dir, steps)
-        family = psutil.Process(process.pid).children(recursive=True)
-        # A task is a fork, so only the file of its output shows which one it is.
-        chief = next(one for one in family if os.readlink(f"/proc/{one.pid}/fd/1").endswith("chief-0.log"))
+        chief = task_of(process.pid, "chief-0")
         before = chief.cpu_times()
         last = wait_for_step(run_dir, first + steps)
         after = chief.cpu_times()

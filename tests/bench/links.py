@@ -54,13 +54,13 @@ def rate_over_links(
         return run.rate(steps)
 
 
-def megabytes_of_a_step(mode: str, num_workers: int, steps: int, *options: str) -> float:
+def megabytes_of_a_step(mode: str, num_workers: int, steps: int, *options: str, num_ps: int = 1) -> float:
     """What a worker sends and receives in each of its steps."""
     totals = []
     # Without a limit a busy kernel drops packets between the hosts and sends them again, which would count twice.
     limit = 2 * BYTES_PER_SEC
     for length in (steps, 3 * steps):
-        with finished_job(mode, num_workers, 1, limit, f"train.steps={length}", *options) as (made, _):
-            last = num_workers - 1 if mode == "sync" else num_workers + 1
+        with finished_job(mode, num_workers, num_ps, limit, f"train.steps={length}", *options) as (made, _):
+            last = num_workers - 1 if mode == "sync" else num_workers + num_ps
             totals.append(made[last].transferred())
     return (totals[1] - totals[0]) / (2 * steps) / 1e6

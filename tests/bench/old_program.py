@@ -3,12 +3,50 @@
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tests.bench.workload import HIDDEN_UNITS, LEARNING_RATE, NUM_VALIDATION, Batches, Race, Stopwatch, Workload, run
+from tests.bench.workload import (
+    CLICKS_BATCH_SIZE,
+    COLUMNS,
+    HIDDEN_UNITS,
+    LEARNING_RATE,
+    NUM_VALIDATION,
+    TABLE_ROWS,
+    Batches,
+    Race,
+    Stopwatch,
+    Workload,
+    run,
+)
 
 v1 = tf.compat.v1
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is trained, and how.
+
+    Attributes:
+        inputs: the placeholders of the arrays of `batches`.
+        save_secs: the time between two checkpoints; 0 for none.
+        accuracy: where it is raced for, with what is fed to evaluate it.
+    """
+
+    inputs: list[tf.Tensor]
+    batches: Batches
+    loss: tf.Tensor
+    optimizer: Any
+    save_secs: int
+    accuracy: tf.Tensor | None = None
+    held_out: dict[tf.Tensor, np.ndarray] = field(default_factory=dict)
+
+    def feed(self) -> dict[tf.Tensor, np.ndarray]:
+        return dict(zip(self.inputs, self.batches.next(), strict=True))
 
 
 def dense(x: tf.Tensor, name: str, units: int, *, relu: bool) -> tf.Tensor:
@@ -39,6 +77,48 @@ def logits_of(model: str, images: tf.Tensor) -> tf.Tensor:
     return dense(x, "logits", 10, relu=False)
 
 
+def classifier(workload: Workload) -> Program:
+    """One of images."""
+    images = v1.placeholder(tf.float32, [None, 28, 28, 1])
+    labels = v1.placeholder(tf.int32, [None])
+    logits = logits_of(workload.model, images)
+    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+    correct = tf.equal(tf.argmax(logits, 1, output_type=tf.int32), labels)
+    accuracy = tf.reduce_mean(tf.cast(correct, tf.float32))
+    gradient_descent = v1.train.GradientDescentOptimizer(LEARNING_RATE)
+    adam = v1.train.AdamOptimizer(epsilon=1e-7)  # as Keras has it
+    optimizer = adam if workload.accuracy else gradient_descent
+    num_held = NUM_VALIDATION if workload.accuracy else 0
+    all_images, all_labels = workload.load()
+    batches = Batches([all_images[num_held:], all_labels[num_held:]], seed=workload.index)
+    held_out = {images: all_images[:num_held], labels: all_labels[:num_held]}
+    return Program([images, labels], batches, loss, optimizer, 600, accuracy, held_out)
+
+
+def embedded(ids: tf.Tensor, name: str, rows: int, num_ps: int) -> tf.Tensor:
+    """Rows of a table that lies on all the ps."""
+    with v1.variable_scope(name, partitioner=v1.fixed_size_partitioner(num_ps)):
+        table = v1.get_variable("table", [rows, COLUMNS], initializer=v1.random_uniform_initializer(-0.05, 0.05))
+    return v1.nn.embedding_lookup(table, ids, partition_strategy="mod")
+
+
+def clicks(workload: Workload) -> Program:
+    """The model of clicks."""
+    x, y = workload.impressions()
+    inputs = {name: v1.placeholder(array.dtype, [None, *array.shape[1:]]) for name, array in x.items()}
+    clicked = v1.placeholder(tf.float32, [None, 1])
+    users, items = (
+        embedded(inputs[name], name, TABLE_ROWS[workload.model], len(workload.jobs["ps"])) for name in ("user", "item")
+    )
+    user = dense(tf.concat([users, inputs["context"]], 1), "user_tower", COLUMNS, relu=False)
+    item = dense(items, "item_tower", COLUMNS, relu=False)
+    logits = tf.reduce_sum(user * item, 1, keepdims=True)
+    loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=clicked, logits=logits))
+    optimizer = v1.train.AdagradOptimizer(LEARNING_RATE)
+    batches = Batches([*x.values(), y], workload.index, CLICKS_BATCH_SIZE)
+    return Program([*inputs.values(), clicked], batches, loss, optimizer, save_secs=0)
+
+
 def main(workload: Workload) -> None:
     v1.disable_v2_behavior()
     is_chief = workload.index == 0
@@ -53,22 +133,16 @@ def main(workload: Workload) -> None:
     if workload.job == "ps":
         server.join()
 
+    build: Callable[[Workload], Program] = clicks if workload.model in TABLE_ROWS else classifier
+    more: dict[str, Any] = {}
     with v1.device(v1.train.replica_device_setter(worker_device=f"/job:worker/task:{workload.index}", cluster=cluster)):
         global_step = v1.train.get_or_create_global_step()
-        images = v1.placeholder(tf.float32, [None, 28, 28, 1])
-        labels = v1.placeholder(tf.int32, [None])
-        logits = logits_of(workload.model, images)
-        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-        correct = tf.equal(tf.argmax(logits, 1, output_type=tf.int32), labels)
-        accuracy = tf.reduce_mean(tf.cast(correct, tf.float32))
-        gradient_descent = v1.train.GradientDescentOptimizer(LEARNING_RATE)
-        adam = v1.train.AdamOptimizer(epsilon=1e-7)  # as Keras has it
-        optimizer = adam if workload.accuracy else gradient_descent
-        more = {}
+        program = build(workload)
+        optimizer = program.optimizer
         if workload.mode == "sync":
             count = len(workload.jobs["worker"])
             optimizer = v1.train.SyncReplicasOptimizer(optimizer, replicas_to_aggregate=count, total_num_replicas=count)
-        train = optimizer.minimize(loss, global_step=global_step)
+        train = optimizer.minimize(program.loss, global_step=global_step)
         if workload.mode == "sync":
             more["local_init_op"] = optimizer.chief_init_op if is_chief else optimizer.local_step_init_op
             more["ready_for_local_init_op"] = optimizer.ready_for_local_init_op
@@ -81,7 +155,7 @@ def main(workload: Workload) -> None:
         init_op=initialize,
         global_step=global_step,
         recovery_wait_secs=1,
-        save_model_secs=600,
+        save_model_secs=program.save_secs,
         **more,
     )
     session = supervisor.prepare_or_wait_for_session(server.target, config=session_config)
@@ -89,17 +163,11 @@ def main(workload: Workload) -> None:
         supervisor.start_queue_runners(session, [queue_runner])
         session.run(tokens)
 
-    all_images, all_labels = workload.load()
-    num_held = NUM_VALIDATION if workload.accuracy else 0
-    batches = Batches(all_images[num_held:], all_labels[num_held:], seed=workload.index)
-    held_out = {images: all_images[:num_held], labels: all_labels[:num_held]}
     stopwatch, race = Stopwatch(workload), Race(workload)
     while True:
-        batch_images, batch_labels = batches.next()
-        feed = {images: batch_images, labels: batch_labels}
-        _, _, step = session.run([train, loss, global_step], feed_dict=feed)
+        _, _, step = session.run([train, program.loss, global_step], feed_dict=program.feed())
         if workload.accuracy:
-            if is_chief and race.won(int(step), lambda: session.run(accuracy, held_out)):
+            if is_chief and race.won(int(step), lambda: session.run(program.accuracy, program.held_out)):
                 race.tell()
         elif stopwatch.passed(int(step)):
             stopwatch.tell()

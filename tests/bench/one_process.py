@@ -7,7 +7,17 @@ import keras
 import tensorflow as tf
 
 from tests.bench.plain_port import dataset, model_of
-from tests.bench.workload import BATCH_SIZE, LEARNING_RATE, Stopwatch, Workload, run
+from tests.bench.workload import (
+    BATCH_SIZE,
+    CLICKS_BATCH_SIZE,
+    COLUMNS,
+    LEARNING_RATE,
+    TABLE_ROWS,
+    Stopwatch,
+    Workload,
+    run,
+)
+from tf2dist.model.models import two_tower
 
 STEPS_PER_CALL = 50
 
@@ -22,6 +32,22 @@ def keras_fit(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> N
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(LEARNING_RATE), loss, steps_per_execution=STEPS_PER_CALL)
     model.fit(dataset(workload, 0), steps_per_epoch=workload.steps, epochs=1, verbose=0, callbacks=[Watch()])
+
+
+def fit_clicks(workload: Workload, stopwatch: Stopwatch) -> None:
+    """Keras as it is, with the model of clicks."""
+
+    class Watch(keras.callbacks.Callback):
+        done = 0
+
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            self.done += 1
+            self.model.stop_training = stopwatch.passed(self.done)
+
+    (x, y), rows = workload.impressions(), TABLE_ROWS[workload.model]
+    model = two_tower({name: array.shape[1:] for name, array in x.items()}, None, rows, rows, COLUMNS)
+    model.compile(keras.optimizers.Adagrad(LEARNING_RATE), model.loss, metrics=[keras.metrics.AUC()])
+    model.fit(x, y, batch_size=CLICKS_BATCH_SIZE, epochs=1_000, verbose=0, callbacks=[Watch()])
 
 
 def bare(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> None:
@@ -53,10 +79,11 @@ def bare(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> None:
 
 
 def main(workload: Workload) -> None:
-    how = sys.argv[2]
-    model = model_of(workload)
     stopwatch = Stopwatch(workload)
-    {"keras_fit": keras_fit, "bare": bare}[how](workload, model, stopwatch)
+    if workload.model in TABLE_ROWS:
+        fit_clicks(workload, stopwatch)
+    else:
+        {"keras_fit": keras_fit, "bare": bare}[sys.argv[2]](workload, model_of(workload), stopwatch)
     stopwatch.tell()
 
 

@@ -5,14 +5,19 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from tf2dist.data.clicks import make_impressions
+
 BATCH_SIZE = 100
 DEEP_BATCH_SIZE = 16
+CLICKS_BATCH_SIZE = 256
+NUM_IMPRESSIONS = 1_000_000
+COLUMNS = 16  # of the tables of the model of clicks, and units of its layers
 LEARNING_RATE = 0.01
 # The hidden layers of the models without convolutions. Those called "million" have about so many parameters.
 HIDDEN_UNITS: dict[str, tuple[int, ...]] = {
@@ -22,6 +27,8 @@ HIDDEN_UNITS: dict[str, tuple[int, ...]] = {
     "12 million": (4096, 2048),
     "50 million": (8192, 5376),
 }
+# The rows of each of the two tables of the model of clicks.
+TABLE_ROWS = {"1,000 rows": 1_000, "100,000 rows": 100_000, "1 million rows": 1_000_000, "10 million rows": 10_000_000}
 # In the race to an accuracy.
 NUM_VALIDATION = 5_000
 EVALUATE_EVERY = {"async": 300, "sync": 100}  # global steps, over as many examples
@@ -61,6 +68,12 @@ class Workload:
         """Images as float32 in [0, 1] and labels as int32."""
         images, labels = self.load_bytes()
         return images.astype(np.float32) / 255, labels
+
+    def impressions(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """The clicks for a model with tables."""
+        rows = TABLE_ROWS[self.model]
+        x, y, _ = make_impressions(NUM_IMPRESSIONS, rows, rows)
+        return x, y
 
     def load_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         folder = Path(self.arrays)
@@ -124,20 +137,20 @@ def run(main: Callable[[Workload], None]) -> None:
 
 
 class Batches:
-    """Shuffled batches for feeding by hand, as the tutorials of TensorFlow 1 had them."""
+    """Shuffled batches of several arrays for feeding by hand, as the tutorials of TensorFlow 1 had them."""
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, seed: int) -> None:
-        self._images, self._labels = images, labels
+    def __init__(self, arrays: Sequence[np.ndarray], seed: int, size: int = BATCH_SIZE) -> None:
+        self._arrays, self._size = list(arrays), size
         self._random = np.random.default_rng(seed)
         self._shuffle()
 
     def _shuffle(self) -> None:
-        order = self._random.permutation(len(self._labels))
-        self._images, self._labels, self._at = self._images[order], self._labels[order], 0
+        order = self._random.permutation(len(self._arrays[0]))
+        self._arrays, self._at = [array[order] for array in self._arrays], 0
 
-    def next(self) -> tuple[np.ndarray, np.ndarray]:
-        if self._at + BATCH_SIZE > len(self._labels):
+    def next(self) -> list[np.ndarray]:
+        if self._at + self._size > len(self._arrays[0]):
             self._shuffle()
-        part = slice(self._at, self._at + BATCH_SIZE)
-        self._at += BATCH_SIZE
-        return self._images[part], self._labels[part]
+        part = slice(self._at, self._at + self._size)
+        self._at += self._size
+        return [array[part] for array in self._arrays]
