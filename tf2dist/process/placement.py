@@ -92,7 +92,8 @@ class _Partitioner:
             return next_creator(**kwargs)
         # Once for all parts, since an initializer may draw other numbers the next time. On a ps, since it may be larger
         # than the memory of the coordinator.
-        with tf.device(_device_of(*self._balance.least_loaded(1))):
+        first = _device_of(*self._balance.least_loaded(1))
+        with tf.device(first):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
         servers = self._balance.least_loaded(_bytes_of(value) // self._min_part_bytes)
         interleaves = _is_table(value, kwargs.get("name"))
@@ -104,7 +105,8 @@ class _Partitioner:
             return next_creator(**kwargs | {"initial_value": value})
         parts = []
         for ps, own in zip(servers, rows, strict=False):
-            part = value[own]
+            with tf.device(first):
+                part = value[own]
             with self._balance.choosing(ps):
                 parts.append(next_creator(**kwargs | {"initial_value": part, "shape": part.shape}))
         return PartitionedVariable(parts, interleaves)

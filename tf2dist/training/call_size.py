@@ -28,7 +28,7 @@ def unrolled_steps(traced_step: Any, variables: list[keras.Variable], steps_to_p
 
     Args:
         traced_step: a function with what a worker computes in one step.
-        variables: of the model.
+        variables: that travel as a whole in each step.
         steps_to_pause: that a worker takes between two points at which all workers wait; it gets two calls for them.
     """
     operations = UNROLLED_OPERATIONS // len(traced_step.graph.get_operations())

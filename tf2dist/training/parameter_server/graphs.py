@@ -125,7 +125,8 @@ class PsGraphs(abc.ABC):
         spec.step.loss_scale = self.servers[0].loss_scale
         self._compute = self._traced_compute()
         to_pause = self._steps_of_worker(steps_to_pause(spec.config, spec.plan, spec.sharding, spec.total_steps))
-        chosen = min(unrolled_steps(self._compute, spec.step.variables, to_pause), self.stragglers.max_steps)
+        travelling = [variable for server in self.servers for variable in server.variables]
+        chosen = min(unrolled_steps(self._compute, travelling, to_pause), self.stragglers.max_steps)
         self.steps_per_call = spec.config.train.steps_per_execution or chosen
 
     def _parts(self, spec: GraphsSpec) -> list[PartSpec]:
