@@ -198,18 +198,9 @@ def pickled(path: Path) -> None:
     reseal(path)
 
 
-def larger_than_the_memory(path: Path) -> None:
-    os.truncate(path / ARRAYS, 1 << 43)
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest.pop("sha256")
-    manifest["files"][ARRAYS]["bytes"] = 1 << 43
-    (path / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}))
-
-
 UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "not finite": (not_finite, "totals is not finite"),
     "pickled": (pickled, "allow_pickle=False"),
-    "larger than the memory": (larger_than_the_memory, "bytes, and this machine"),
     "no facts": (lambda path: reseal(path, lambda manifest: manifest.pop("input")), "(input)"),
     "another array": (
         lambda path: reseal(path, lambda manifest: manifest["arrays"].pop("totals")),

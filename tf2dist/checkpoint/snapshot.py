@@ -13,6 +13,8 @@ import hashlib
 import io
 import json
 import os
+import struct
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from tf2dist.files import open_to_read
 FORMAT = 2
 EARLIER_ARRAY = "earlier_updates"  # the updates that the optimizer had applied before the run began; absent for none
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
+PIECE_BYTES = 16 << 20  # what is read of an array at once
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Snapshot:
     Attributes:
         step: the number of updates applied.
         arrays: by name; those of the model begin with "model/", those of the optimizer with "optimizer/", and
-            a mode may have arrays of its own besides.
+            a mode may have arrays of its own besides. Large ones may be mapped from a file, and cannot be written to.
     """
 
     step: int
@@ -92,6 +95,14 @@ def from_bytes(packed: bytes) -> Snapshot | Weights:
     """Unpacks the result of `to_bytes`."""
     (step, facts), arrays = unpack(packed)
     return Snapshot(step, arrays, Facts.of_json(facts)) if facts else Weights(arrays)
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether all numbers of an array of any type are finite; no more than a piece of it is in memory at once."""
+    if array.dtype.kind not in "fc":
+        return True
+    flat, at_once = array.ravel(order="K"), PIECE_BYTES // array.itemsize
+    return all(np.isfinite(flat[first : first + at_once]).all() for first in range(0, flat.size, at_once))
 
 
 def folder_name(step: int) -> str:
@@ -190,26 +201,47 @@ def verify(path: Path) -> dict[str, Any]:
     with open_to_read(path / ARRAYS) as file:
         if (actual := os.fstat(file.fileno()).st_size) != size:
             raise ValueError(f"{ARRAYS} has {actual} bytes instead of {size}")
-        if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-            raise ValueError(f"{ARRAYS} has {size} bytes, and this machine {memory} of memory")
         if _sha256(file) != sha256:
             raise ValueError(f"{ARRAYS} has been changed: it does not match the hash in the manifest")
     return manifest
 
 
 def read(path: Path) -> Snapshot:
-    """Reads and checks one checkpoint.
+    """Reads and checks one checkpoint; its large arrays are mapped from the file.
 
     Raises:
         OSError, ValueError: says what is wrong with it.
     """
     manifest = verify(path)
-    with np.load(path / ARRAYS, allow_pickle=False) as archive:
-        facts, arrays = _facts(manifest), dict(archive)
+    facts, arrays = _facts(manifest), _read_arrays(path / ARRAYS)
     if arrays.keys() != set(manifest.get("arrays", [])):
         raise ValueError(f"{ARRAYS} does not hold the arrays of the manifest")
     for name, array in arrays.items():
         # A training that continues from NaN can only fail, so the checkpoint before is better.
-        if array.dtype.kind in "fc" and not np.isfinite(array).all():
+        if not is_finite(array):
             raise ValueError(f"{name} is not finite")
     return Snapshot(manifest["step"], arrays, facts)
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as archive:
+        entries = {info.filename.removesuffix(".npy"): info for info in archive.zip.infolist()}
+        arrays = {name: _mapped(path, entries[name]) for name in archive.files}
+        return {name: archive[name] if array is None else array for name, array in arrays.items()}
+
+
+def _mapped(path: Path, entry: zipfile.ZipInfo) -> np.ndarray | None:
+    """The array of an entry, which stays in the file; None if it is small, or cannot be mapped."""
+    if entry.file_size <= PIECE_BYTES or entry.compress_type != zipfile.ZIP_STORED:
+        return None
+    with open_to_read(path) as file:
+        # The entry's header in the file may be longer than the one in the directory at its end.
+        file.seek(entry.header_offset)
+        name_size, extra_size = struct.unpack("<26x2H", file.read(30))
+        file.seek(name_size + extra_size, os.SEEK_CUR)
+        if np.lib.format.read_magic(file) != (1, 0):
+            return None
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        if dtype.hasobject:
+            return None
+        return np.memmap(file, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
