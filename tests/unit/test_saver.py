@@ -176,7 +176,7 @@ def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping
     else:
         saver.retry(4, lambda: frozen(4))
     assert steps_on(disk) == [2, 3, 4]
-    text = "step-0000000001 was removed: the disk is full, and step 4 needs its room"
+    text = "step-0000000001 was removed: the disk is full, and the new checkpoint needs its room"
     assert sent == [Warned("chief-0", text), Saved("chief-0", 4, stopping)]
     assert_same(disk.newest(fail), snapshot(4))
 

@@ -79,19 +79,27 @@ class Saver(NoSaver):
 
     def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
         self.wait()
-        frozen = freeze()
-        # An attempt that is still to fail sets an earlier time.
-        self._due_at = self._clock() + self._every_secs
-        if stopping:
+        # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
+        frozen = self._frozen(freeze, self._to_launcher.warn if stopping else None)
+        if frozen and stopping:
             self._write(frozen, stopping, self._to_launcher.warn)
-        else:
-            # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
+        elif frozen:
             self._writing = self._thread.submit(self._write, frozen, stopping, None)
 
     def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         self.wait()
-        if self.saved_step != step:
-            self._write(freeze(), False, self._to_launcher.warn)
+        if self.saved_step != step and (frozen := self._frozen(freeze, self._to_launcher.warn)):
+            self._write(frozen, False, self._to_launcher.warn)
+
+    def _frozen(self, freeze: Callable[[], Frozen], notify_removed: Notify | None) -> Frozen | None:
+        """What `freeze` returns, or None: large tables are frozen in files, for which there may be no room."""
+        # An attempt that is still to fail sets an earlier time.
+        self._due_at = self._clock() + self._every_secs
+        try:
+            return self._checkpoints.make_room(freeze, notify_removed)
+        except OSError as error:
+            self._failed("the run", error)
+            return None
 
     def wait(self) -> None:
         if self._writing:
@@ -102,10 +110,14 @@ class Saver(NoSaver):
         snapshot = frozen()
         try:
             self._checkpoints.save(snapshot, notify_removed)
-        except OSError as error:  # such as a full disk, which may have room again later: no reason to stop a training
-            self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
-            reason = error.strerror or error
-            self._to_launcher.warn(f"step {snapshot.step} could not be saved ({reason}); what was saved before stays")
+        except OSError as error:
+            self._failed(f"step {snapshot.step}", error)
         else:
             self.saved_step = snapshot.step
             self._to_launcher.saved(snapshot.step, stopping)
+
+    def _failed(self, what: str, error: OSError) -> None:
+        # Such as a full disk, which may have room again later: no reason to stop a training.
+        self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
+        reason = error.strerror or error
+        self._to_launcher.warn(f"{what} could not be saved ({reason}); what was saved before stays")

@@ -5,19 +5,19 @@ The names depend neither on the mode nor on the number of workers or ps: "model/
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import keras
 import numpy as np
 
 from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights, is_finite
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
-from tf2dist.process.parts import Part, joined, parts_of
+from tf2dist.process.parts import Part, assign_piece, joined, parts_of, row_pieces
 from tf2dist.process.tf_internals import (
     counter_of,
     counters_of,
@@ -94,6 +94,19 @@ def _slots(
             yield f"loss_scale/{name_of(variable)}", variable, None
 
 
+def names_by_row(named: Named, tables: Sequence[keras.Variable]) -> set[str]:
+    """The names of tables, and of what optimizers hold for each of their rows; see `process.parts.row_pieces`."""
+    ids = set(map(id, tables))
+    shapes = {name.removeprefix("model/"): tuple(v[0].shape) for name, v in named.items() if id(v[0]) in ids}
+
+    def is_by_row(name: str) -> bool:
+        group, _, rest = name.partition("/")
+        owner = rest if group == "model" else rest.rpartition("/")[0]
+        return owner in shapes and tuple(named[name][0].shape) == shapes[owner]
+
+    return set(filter(is_by_row, named))
+
+
 def values(named: Named) -> dict[str, np.ndarray]:
     """The values of all variables; raises NotFiniteError as `finite` does."""
     # Each ps advances its copy once for each step, so the first one stands for all.
@@ -109,17 +122,25 @@ def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files cannot hold; float32 holds it exactly
             arrays[name] = array = array.astype(np.float32)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if not is_finite(array):
             raise NotFiniteError(f"{name} is not finite any more; try a lower learning rate")
     return arrays
 
 
-def assign(named: Named, arrays: dict[str, np.ndarray]) -> None:
-    """Assigns each array to the variables of its name."""
+def assign(named: Named, arrays: dict[str, np.ndarray], by_row: Collection[str] = ()) -> None:
+    """Assigns each array to the variables of its name, those of `by_row` piece by piece."""
     for name, array in arrays.items():
         for variable in named[name]:
-            # numpy has no bfloat16; TensorFlow converts in that case.
-            variable.value.assign(array.astype(variable.dtype) if variable.dtype != "bfloat16" else array)
+            if name in by_row:
+                for first, last in row_pieces(variable):
+                    assign_piece(variable, first, _as_type_of(variable, array[first:last]))
+            else:
+                variable.value.assign(_as_type_of(variable, array))
+
+
+def _as_type_of(variable: keras.Variable, array: np.ndarray) -> np.ndarray:
+    # numpy has no bfloat16; TensorFlow converts in that case.
+    return array.astype(variable.dtype, copy=False) if variable.dtype != "bfloat16" else array
 
 
 def differences(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
@@ -208,8 +229,11 @@ def chosen(named: Named, source: Weights, layers: str | None) -> dict[str, np.nd
     return arrays
 
 
-def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -> str:
+def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig, by_row: Collection[str] = ()) -> str:
     """Restores a snapshot, or the weights of the chosen layers, into the variables; returns a line for the user.
+
+    Args:
+        by_row: see `names_by_row`.
 
     Raises:
         CheckpointError: it does not fit the model.
@@ -220,10 +244,11 @@ def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig) -
         check_same(named, start, config.data.name, config.keras)
         # A variable that is not the model's own may be new, or have another shape, since the snapshot was made.
         known = {name: array for name, array in start.arrays.items() if name in named}
-        assign(named, {name: array for name, array in known.items() if array.shape == tuple(named[name][0].shape)})
+        fitting = {name: array for name, array in known.items() if array.shape == tuple(named[name][0].shape)}
+        assign(named, fitting, by_row)
         return f"going on at step {start.step}"
     arrays = chosen(named, start, config.init_layers)
-    assign(named, arrays)
+    assign(named, arrays, by_row)
     layers = dict.fromkeys(name.removeprefix("model/").rpartition("/")[0] for name in arrays)
     return f"weights of {', '.join(layers)} from {config.init_from}"
 
@@ -241,16 +266,24 @@ def earlier_updates(earlier: keras.Optimizer | None, start: Snapshot | None) -> 
     return int(counter_of(earlier).numpy()) if earlier is not None and earlier.built else 0
 
 
-def take_over(named: Named, model: keras.Model, variables: list[keras.Variable], earlier: keras.Optimizer) -> None:
+def take_over(
+    named: Named,
+    model: keras.Model,
+    variables: list[keras.Variable],
+    earlier: keras.Optimizer,
+    by_row: Collection[str] = (),
+) -> None:
     """Gives the optimizers of a run the state of one that has trained the same variables before.
 
     Args:
         named: the variables of the run.
         variables: those of the model that belong to its state.
+        by_row: see `names_by_row`.
     """
     # By name, since in mode async each ps has an optimizer of its own, with a part of the variables.
-    state = values(named_variables(model, variables, [earlier]))
-    assign(named, {name: array for name, array in state.items() if name.startswith("optimizer/")})
+    of_earlier = named_variables(model, variables, [earlier])
+    state = values({name: slots for name, slots in of_earlier.items() if name.startswith("optimizer/")})
+    assign(named, state, by_row)
 
 
 def finalizes(optimizer: keras.Optimizer) -> bool:

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tf2dist.checkpoint.snapshot import Snapshot, flush, folder_name, read, verify, write
 from tf2dist.errors import CheckpointError
@@ -19,6 +20,7 @@ from tf2dist.errors import CheckpointError
 TEMPORARY = ".part-"
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk itself, or this user's quota
 Notify = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -53,18 +55,25 @@ class Checkpoints:
         path = self.folder / folder_name(snapshot.step)
         if self._is_whole(path):  # a run that had already reached its end was started again
             return path
-        # Each round removes one checkpoint, and ends when there is none to remove.
-        while True:
-            try:
-                self._write(path, snapshot)
-                break
-            except OSError as error:
-                if notify_removed is None or error.errno not in FULL or (removed := self._drop_oldest()) is None:
-                    raise
-                notify_removed(f"{removed.name} was removed: the disk is full, and step {snapshot.step} needs its room")
+        self.make_room(lambda: self._write(path, snapshot), notify_removed)
         self._verified[path] = True
         self._prune(path)
         return path
+
+    def make_room(self, write: Callable[[], T], notify_removed: Notify | None) -> T:
+        """Returns what `write` returns; while the disk is full, removes older checkpoints as `save` does.
+
+        Raises:
+            OSError: that of `write`.
+        """
+        # Each round removes one checkpoint, and ends when there is none to remove.
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                if notify_removed is None or error.errno not in FULL or (removed := self._drop_oldest()) is None:
+                    raise
+                notify_removed(f"{removed.name} was removed: the disk is full, and the new checkpoint needs its room")
 
     def _write(self, path: Path, snapshot: Snapshot) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.process.tf_internals import PartitionedVariable
 
 Values = dict[int, tf.Tensor]  # by id of the part
+PIECE_BYTES = 16 << 20  # of the rows of a table that are read or assigned at once
 
 
 class Part(keras.Variable):
@@ -98,6 +100,54 @@ def read_rows(variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
     places = tf.dynamic_partition(tf.range(tf.size(ids)), ids % len(parts), len(parts))
     rows = [part.value.sparse_read(tf.gather(ids, own) // len(parts)) for part, own in zip(parts, places, strict=True)]
     return tf.dynamic_stitch(places, rows)
+
+
+def row_pieces(variable: keras.Variable) -> Iterator[tuple[int, int]]:
+    """The rows of a table in ranges that are read or assigned at once: each the first one, and the one after the last.
+
+    A variable whose rows a training updates is never read as a whole: TensorFlow would copy it on its ps.
+    """
+    rows, *others = variable.shape
+    at_once = max(1, PIECE_BYTES // (int(np.prod(others)) * variable.value.dtype.size))
+    for first in range(0, rows, at_once):
+        yield first, min(first + at_once, rows)
+
+
+def read_piece(variable: keras.Variable, first: int, last: int) -> np.ndarray:
+    """The rows from `first` to before `last`, which alone are copied."""
+    array = np.empty([last - first, *variable.shape[1:]], variable.value.dtype.as_numpy_dtype)
+    on_servers = []
+    for places, part, own in _pieces_of_parts(variable, first, last):
+        with tf.device(part.device):
+            on_servers.append((places, part.sparse_read(tf.range(own.start, own.stop))))
+    for places, value in on_servers:
+        # Copied by an operation first: `numpy` holds Python's lock until it has the value.
+        with tf.device("CPU:0"):
+            local = tf.identity(value)
+        array[places] = local.numpy()
+    return array
+
+
+def assign_piece(variable: keras.Variable, first: int, array: np.ndarray) -> None:
+    """Assigns rows, beginning at `first`."""
+    for places, part, own in _pieces_of_parts(variable, first, first + len(array)):
+        with tf.device(part.device):
+            begin, end = [own.start], [own.stop]
+            value = tf.convert_to_tensor(array[places], part.dtype)
+            tf.raw_ops.ResourceStridedSliceAssign(ref=part.handle, begin=begin, end=end, strides=[1], value=value)
+
+
+def _pieces_of_parts(variable: keras.Variable, first: int, last: int) -> Iterator[tuple[slice, tf.Variable, slice]]:
+    """The rows of a range that lie on each ps: their places in the range, the part there, and their places in it."""
+    value = variable.value
+    is_cut = isinstance(value, PartitionedVariable)
+    for part, rows in zip(value.parts, value.rows, strict=True) if is_cut else [(value, slice(None))]:
+        numbers = range(*rows.indices(variable.shape[0]))
+        # How many rows of the part come before `first`, and before `last`: rounded up.
+        begin, end = (min(len(numbers), max(0, -((numbers.start - row) // numbers.step))) for row in (first, last))
+        if begin < end:
+            places = slice(numbers[begin] - first, numbers[end - 1] - first + 1, numbers.step)
+            yield places, part, slice(begin, end)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -311,10 +311,12 @@ class LoopBase(abc.ABC):
 
     Attributes:
         mode: the option.
+        by_row: the names of the arrays that are assigned piece by piece; see `names_by_row`.
     """
 
     mode: str
     progress: Progress
+    by_row: Collection[str] = ()
 
     def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
         self.config, self.report, self.named, self.sizes = config, report, run.named, run.sizes
@@ -382,7 +384,7 @@ class LoopBase(abc.ABC):
         return self.freeze()()
 
     def apply(self, change: Change) -> None:
-        assign(self.named, change.arrays)
+        assign(self.named, change.arrays, self.by_row)
         for optimizer, _ in self._optimizers() if change.learning_rates else []:
             set_learning_rates(optimizer, change.learning_rates)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
-from tf2dist.checkpoint.state import earlier_updates, named_variables, restore, take_over
+from tf2dist.checkpoint.state import earlier_updates, named_variables, names_by_row, restore, take_over
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
@@ -128,9 +128,10 @@ def prepare(
 
     # The values of the snapshot, and the counts that go with them.
     named = named_variables(step.model, step.variables, optimizers) | step.outside
+    by_row = names_by_row(named, step.tables)
     if step.earlier_optimizer is not None:
-        take_over(named, step.model, step.variables, step.earlier_optimizer)
-    restored_from = restore(named, start, config)
+        take_over(named, step.model, step.variables, step.earlier_optimizer, by_row)
+    restored_from = restore(named, start, config, by_row)
     graphs.restore(origin)
 
     # TensorFlow sends each new function to all hosts, and the whole process blocks if one of them is cut off.

@@ -1,6 +1,10 @@
-"""Reading all variables of a run: small ones at once, since a call to a ps costs a millisecond; large ones later."""
+"""Reading all variables of a run: small ones at once, since a call to a ps costs a millisecond; large ones later.
 
-from collections.abc import Callable, Sequence
+Tables of which a training updates rows are read piece by piece, into a file: they may be larger than the memory here.
+"""
+
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -9,7 +13,8 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
-from tf2dist.process.parts import parts_of
+from tf2dist.process import heartbeat
+from tf2dist.process.parts import parts_of, read_piece, row_pieces
 from tf2dist.process.tf_internals import PartitionedVariable
 from tf2dist.training.parameter_server.server import ModelPart
 
@@ -23,10 +28,20 @@ class PackedRead:
 
     The functions are made in the constructor: on many hosts none may be made during the training, not even those of
     TensorFlow that would take a vector apart. So numpy does that.
+
+    Args:
+        by_row: the names of those that are read piece by piece; see `names_by_row`.
+        folder: for files, which have no names and end with their arrays; None for that of temporary files.
     """
 
-    def __init__(self, named: Named, servers: Sequence[ModelPart]) -> None:
-        self._names = list(named)
+    def __init__(
+        self, named: Named, servers: Sequence[ModelPart], by_row: Collection[str] = (), folder: str | None = None
+    ) -> None:
+        self._names, self._folder = list(named), folder
+        self._by_row = {name: variables[0] for name, variables in named.items() if name in by_row}
+        named = {name: variables for name, variables in named.items() if name not in by_row}
+        for variable in self._by_row.values():
+            read_piece(variable, 0, 1)
         self._packed: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
         self._kept: list[tuple[list[tuple[str, int]], Any]] = []
         on_servers = [(server, _parts_on(named, server.device)) for server in servers]
@@ -46,6 +61,7 @@ class PackedRead:
 
         Raises:
             NotFiniteError: one is not finite.
+            OSError: a table could not be written into a file.
         """
         return self.freeze()()
 
@@ -53,9 +69,13 @@ class PackedRead:
         """Keeps what the variables hold now; the result returns it as `arrays` does, once.
 
         It may be called from any thread, and while tasks train: a ps that changes a variable leaves the memory alone
-        that somebody still has to read, and takes other memory for the new value.
+        that somebody still has to read, and takes other memory for the new value. Of a table this would be a copy of
+        all its rows on the ps, so tables are fetched at once.
+
+        Raises:
+            OSError: a table could not be written into a file.
         """
-        arrays = values(self._rest)
+        arrays = values(self._rest) | {name: self._in_file(name, variable) for name, variable in self._by_row.items()}
         for shapes, packing, read in self._packed:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
             arrays |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
@@ -72,6 +92,16 @@ class PackedRead:
             return {name: arrays[name] for name in self._names}
 
         return fetch
+
+    def _in_file(self, name: str, variable: keras.Variable) -> np.ndarray:
+        # Written and then mapped: on a full disk a write into a mapping would end the process.
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            for first, last in row_pieces(variable):
+                piece = finite({name: read_piece(variable, first, last)})[name]
+                file.write(piece.data)
+                heartbeat.progress()
+            file.flush()
+            return np.memmap(file, piece.dtype, "r", shape=tuple(variable.shape))
 
     def _pack(self, server: ModelPart, variables: dict[str, keras.Variable]) -> None:
         if variables:
