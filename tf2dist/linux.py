@@ -1,4 +1,4 @@
-"""What only Linux offers: a private network for a local cluster, signals when a parent dies, free ports.
+"""What only Linux offers: a private network for a local cluster, signals when a parent dies, free ports and memory.
 
 A TensorFlow server at ``localhost:2222`` binds port 2222 of all interfaces, without
 authentication (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md). In a network
@@ -15,6 +15,8 @@ import signal
 import socket
 import struct
 from pathlib import Path
+
+import psutil
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -78,6 +80,26 @@ def keep_freed_memory() -> None:
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
     mallopt(M_TOP_PAD, GROWTH_BYTES)
+
+
+def free_memory() -> int:
+    """The free bytes of the system, or of the control group if that has less."""
+    free = int(psutil.virtual_memory().available)
+    limit, used = (_text_of_group(f"memory.{name}").strip() for name in ("max", "current"))
+    # Without a limit the kernel writes "max" there.
+    if limit.isdecimal() and used.isdecimal():
+        # What it has of files counts as used, but the kernel takes it back when memory is needed.
+        pairs = (line.split() for line in _text_of_group("memory.stat").splitlines())
+        of_files = sum(int(value) for name, value in pairs if name in ("active_file", "inactive_file"))
+        free = min(free, int(limit) - int(used) + of_files)
+    return max(0, free)
+
+
+def _text_of_group(name: str) -> str:
+    try:
+        return Path("/sys/fs/cgroup", name).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
 
 
 def set_death_signal(signum: int) -> None:

@@ -158,7 +158,8 @@ def train(
         def write_finished_model() -> None:
             if task == cluster.leader:
                 fresh = functools.partial(plain_model, source, splits, config.seed, loop.new_optimizer)
-                write_model(run_dir, loop.model, loop.optimizer, loop.snapshot(), fresh, to_launcher.warn)
+                num_updates = loop.earlier_updates + loop.progress.global_step
+                write_model(run_dir, loop.model, loop.optimizer, loop.arrays, num_updates, fresh, to_launcher.warn)
                 heartbeat.progress()
 
         # The training. From now on there is something to save when the task is told to stop.

@@ -63,7 +63,7 @@ def leave(run_dir: Path, model: keras.Model, build: Callable[[], keras.Model], s
     describe(run_dir, model, lambda: build().optimizer, warnings.append)
     snapshot = snapshot_of(model, step)
     Checkpoints(run_dir / "checkpoints").save(snapshot)
-    write_model(run_dir, model, model.optimizer, snapshot, build, warnings.append)
+    write_model(run_dir, model, model.optimizer, lambda: snapshot.arrays, snapshot.num_updates, build, warnings.append)
     return warnings
 
 
@@ -105,7 +105,7 @@ def test_evaluated_weights_may_differ_from_those_of_the_checkpoint(tmp_path: Pat
     snapshot = snapshot_of(model, 7)
     Checkpoints(tmp_path / "checkpoints").save(snapshot)
     model.layers[-1].bias.assign([1.0, 2.0, 3.0])  # as an optimizer with moving averages of the weights does at the end
-    write_model(tmp_path, model, model.optimizer, snapshot, nameless, pytest.fail)
+    write_model(tmp_path, model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, pytest.fail)
     at_the_end = tf2dist.load_model(tmp_path).predict(EXAMPLES, verbose=0)
     np.testing.assert_allclose(at_the_end, model.predict(EXAMPLES, verbose=0), rtol=1e-5)
     np.testing.assert_allclose(tf2dist.load_model(tmp_path, 7).predict(EXAMPLES, verbose=0), before, rtol=1e-5)
@@ -231,7 +231,7 @@ def test_the_warning_says_what_a_model_lacks(tmp_path: Path) -> None:
 def leave_only(run_dir: Path, model: keras.Model) -> list[str]:
     warnings: list[str] = []
     describe(run_dir, model, lambda: nameless().optimizer, warnings.append)
-    write_model(run_dir, model, model.optimizer, snapshot_of(model, 7), nameless, warnings.append)
+    write_model(run_dir, model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, warnings.append)
     return warnings
 
 
@@ -244,7 +244,7 @@ def test_a_link_is_replaced_and_what_a_killed_run_has_left_is_removed(tmp_path: 
     model = trained(nameless)
     describe(run_dir, model, lambda: nameless().optimizer, pytest.fail)
     (run_dir / MODEL_FILE).symlink_to(precious)
-    write_model(run_dir, model, model.optimizer, snapshot_of(model, 7), nameless, pytest.fail)
+    write_model(run_dir, model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, pytest.fail)
     assert precious.read_text() == "keep me"
     assert not (run_dir / MODEL_FILE).is_symlink()
     assert sorted(path.name for path in run_dir.iterdir()) == ["model.json", "model.keras"]

@@ -205,7 +205,7 @@ def test_a_finished_model_has_all_optimizers(tmp_path: Path) -> None:
     describe(tmp_path, model, lambda: build().optimizer, pytest.fail)
     snapshot = snapshot_of(model, 1)
     Checkpoints(tmp_path / "checkpoints").save(snapshot)
-    write_model(tmp_path, model, model.optimizer, snapshot, build, pytest.fail)
+    write_model(tmp_path, model, model.optimizer, lambda: snapshot.arrays, snapshot.num_updates, build, pytest.fail)
     loaded = tf2dist.load_model(tmp_path)
     assert LearningRates(loaded.optimizer, 0).at(0) == pytest.approx([0.01, 0.02, 0.03, 0.04])
     at_step = tf2dist.load_model(tmp_path, 1)

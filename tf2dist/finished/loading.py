@@ -12,7 +12,7 @@ from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
-from tf2dist.finished.names import fill
+from tf2dist.finished.names import MODEL, OPTIMIZER, fill, lack_of_memory
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
 from tf2dist.process.tf_internals import error_texts
 
@@ -51,7 +51,7 @@ def load_model(
             `keras.saving.register_keras_serializable` need not be given.
 
     Raises:
-        ConfigError: there is no such folder, or the model needs a class that is not known here.
+        ConfigError: there is no such folder, or the model needs a class that is not known here, or more memory.
         CheckpointError: there is no checkpoint of that step, or a file is damaged or of another model.
     """
     folder, objects = Path(run_dir).expanduser(), dict(custom_objects or {})
@@ -61,15 +61,27 @@ def load_model(
     # resumed from the weights before averaging.
     if step is None and (folder / MODEL_FILE).exists():
         path = folder / MODEL_FILE
+        _check_memory(folder, [path.stat().st_size])
         model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=objects))
         return model
     snapshot = _snapshot(folder, step)
+    arrays = {name: array for name, array in snapshot.arrays.items() if name.startswith((MODEL, OPTIMIZER))}
+    _check_memory(folder, [array.nbytes for array in arrays.values()])
     model, names = _from_description(folder / DESCRIPTION, objects)
     try:
-        fill(model, names, snapshot.arrays, snapshot.num_updates)
+        fill(model, names, arrays, snapshot.num_updates)
     except CheckpointError as error:
         raise CheckpointError(f"run_dir ({run_dir}): {error}; name another directory") from None
     return model
+
+
+def _check_memory(folder: Path, sizes: list[int]) -> None:
+    """Raises ConfigError if a model of these sizes does not fit into the memory."""
+    if lack := lack_of_memory(sizes):
+        raise ConfigError(
+            f"run_dir ({folder}): its model {lack}; load it on another machine, or read single arrays of a checkpoint "
+            "with numpy.load"
+        )
 
 
 def _snapshot(folder: Path, step: int | None) -> Snapshot:

@@ -1,10 +1,13 @@
 """Matches the variables of a Keras model with the names that another model of the same kind has for them."""
 
+from collections.abc import Collection
+
 import keras
 import numpy as np
 
 from tf2dist.checkpoint.state import Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError
+from tf2dist.linux import free_memory
 from tf2dist.process.tf_internals import counters_of, layers_of, seeds_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -47,6 +50,19 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     has_count = any(name.startswith(f"{OPTIMIZER}loss_scale/") for name in arrays)
     for counter in counters_of(model.optimizer) if not has_count else []:
         counter.assign(step)
+
+
+def lack_of_memory(sizes: Collection[int]) -> str:
+    """What a model needs in memory, if this machine has less; otherwise empty.
+
+    Args:
+        sizes: the bytes of its arrays and of those of its optimizer.
+    """
+    # While the largest is assigned or written, there are two more copies of it.
+    needed, free = sum(sizes) + 2 * max(sizes, default=0), free_memory()
+    if needed <= free:
+        return ""
+    return f"needs {needed / 1e9:.1f} GB of memory, and this machine has {free / 1e9:.1f} GB free"
 
 
 def _renamed(name: str, renamed: dict[str, str]) -> str:

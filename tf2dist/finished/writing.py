@@ -7,17 +7,18 @@ model.json     its description without weights, from the start of a run; those o
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.snapshot import Snapshot, flush
-from tf2dist.checkpoint.state import values
+from tf2dist.checkpoint.snapshot import flush
 from tf2dist.errors import reason_of
 from tf2dist.files import write_whole
-from tf2dist.finished.names import OPTIMIZER, copy_names, fill, saved_variables
+from tf2dist.finished.names import OPTIMIZER, copy_names, fill, lack_of_memory, saved_variables
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.process.tf_internals import inner_optimizers, learning_rate_of, set_learning_rates
 
@@ -50,7 +51,8 @@ def write_model(
     run_dir: Path,
     trained: keras.Model,
     optimizer: keras.Optimizer,
-    snapshot: Snapshot,
+    read_arrays: Callable[[], dict[str, np.ndarray]],
+    num_updates: int,
     build: Callable[[], keras.Model],
     warn: Warn,
 ) -> None:
@@ -59,19 +61,23 @@ def write_model(
     Args:
         trained: the model of the run, whose variables may lie on parameter servers, with its final weights.
         optimizer: any optimizer of the run, for its learning rate.
-        snapshot: the last one of the run, with the state of the optimizer.
+        read_arrays: reads all variables of the run by name; tables may be mapped from a file.
+        num_updates: how many the optimizer has applied.
         build: makes a new compiled model like `trained`, with plain variables in this process.
         warn: called if the file cannot be written, which does not end the run.
     """
     try:
+        arrays, names = read_arrays(), list(saved_variables(trained))
+        arrays = {name: array for name, array in arrays.items() if name in names or name.startswith(OPTIMIZER)}
+        if lack := lack_of_memory([array.nbytes for array in arrays.values()]):
+            warn(f"{MODEL_FILE} was not written: it {lack}; the checkpoints have the model, for load_model")
+            return
         # On the CPU: beside the model of the run a second one with its optimizer may not fit on a GPU.
         with tf.device("CPU:0"):
             model = build()
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            final = values(saved_variables(trained))
-            state = {name: array for name, array in snapshot.arrays.items() if name.startswith(OPTIMIZER)}
-            fill(model, list(final), final | state, snapshot.num_updates)
+            fill(model, names, arrays, num_updates)
             _set_rates(model.optimizer, optimizer)
             copy_names(model, trained)
             named = trained.trainable_variables  # a MultiOptimizer has to find the variables by their new names
@@ -98,8 +104,12 @@ def _save(run_dir: Path, model: keras.Model) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed while it wrote
     folder.mkdir(mode=0o700)
     try:
-        path = folder / MODEL_FILE
-        model.save(path)
+        # Not zipped by Keras, which would first hold all weights in memory once more.
+        unzipped, path = folder / "unzipped", folder / MODEL_FILE
+        keras.saving.save_model(model, unzipped, zipped=False)
+        with zipfile.ZipFile(path, "w") as archive:
+            for part in sorted(unzipped.rglob("*")):
+                archive.write(part, part.relative_to(unzipped))
         # On disk before it gets its name: after a power failure the name must not lead to an empty file.
         with open(path, "rb") as file:
             os.fsync(file.fileno())

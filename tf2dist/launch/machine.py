@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 from packaging.specifiers import SpecifierSet
 
+from tf2dist import linux
 from tf2dist.cluster.addresses import ips_of
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
@@ -78,28 +78,11 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
     text = f"{cores} cores for {num_training} {'task that computes' if num_training == 1 else 'tasks that compute'}"
     warning = Finding("warn", "cores", text, "fine for a trial; for speed use fewer workers or more hosts")
     yield warning if num_training > cores else Finding("ok", "cores", text)
-    free, needed = _free_memory_mb(), MEMORY_OF_TENSORFLOW_MB + MEMORY_OF_A_TASK_MB * num_tasks
+    free, needed = linux.free_memory() >> 20, MEMORY_OF_TENSORFLOW_MB + MEMORY_OF_A_TASK_MB * num_tasks
     tasks = "1 task" if num_tasks == 1 else f"{num_tasks} tasks"
     text = f"{free:,} MB free, about {needed:,} MB needed by {tasks}"
     warning = Finding("warn", "memory", text, "use fewer tasks, or stop other programs")
     yield warning if free < needed else Finding("ok", "memory", text)
-
-
-def _free_memory_mb() -> int:
-    """The free memory of the system, or of the control group if that has less."""
-    free = psutil.virtual_memory().available
-    limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
-    # Without a limit the kernel writes "max" there.
-    if limit.isdecimal() and used.isdecimal():
-        free = min(free, int(limit) - int(used))
-    return max(0, free) >> 20
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
 
 
 def run_folder(run_dir: str | None) -> Iterator[Finding]:
