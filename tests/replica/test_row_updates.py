@@ -20,7 +20,6 @@ EXACT: dict[str, Callable[[], keras.Optimizer]] = {
     "scheduled": lambda: optimizers.SGD(optimizers.schedules.InverseTimeDecay(0.5, 1, 1.0)),
     "clipvalue": lambda: optimizers.SGD(0.5, clipvalue=0.5),
     "clipnorm": lambda: optimizers.SGD(0.5, clipnorm=0.5),
-    "scaled": lambda: optimizers.SGD(0.5, loss_scale_factor=8.0),
     "adagrad": lambda: optimizers.Adagrad(0.5),
     "adagrad with clipnorm": lambda: optimizers.Adagrad(0.5, clipnorm=0.5),
 }

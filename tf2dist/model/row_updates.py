@@ -47,8 +47,6 @@ def apply_rows(optimizer: keras.Optimizer, gradient: tf.Tensor, variable: keras.
         variable: it has a `tf.Variable` of its own.
         ids: integers [U], each of them once.
     """
-    if scale := optimizer.loss_scale_factor:
-        gradient = gradient / scale
     gradient = clip_gradient(optimizer, gradient)  # other rows add nothing to a norm
     decays = optimizer.weight_decay is not None and not undecayed(optimizer, [variable])
     place = place_of(optimizer, variable.value)
