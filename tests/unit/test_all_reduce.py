@@ -120,6 +120,26 @@ def test_narrow_floats_are_summed_as_float32_and_rounded_once(
         worker.close()
 
 
+@pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+def test_arrays_of_any_length_are_gathered_in_order(num_workers: int, with_memory: bool) -> None:
+    """Also after a sum, whose end the others may still read from the shared memory."""
+    workers, random = connected(num_workers, with_memory), np.random.default_rng(num_workers)
+    for most in (1, 10, 100_000):
+        at_once([partial(worker, np.ones(200_000, np.float32)) for worker in workers])
+        lengths = random.integers(0, most + 1, num_workers)
+        ids = [random.integers(0, 1 << 40, length) for length in lengths]
+        rows = [random.normal(size=[length, 5]).astype(ml_dtypes.bfloat16) for length in lengths]
+        none = np.zeros([0, 3], np.float32)
+        calls = [partial(worker.gather, *own, none) for worker, *own in zip(workers, ids, rows, strict=True)]
+        for all_ids, all_rows, nothing in at_once(calls):
+            np.testing.assert_array_equal(all_ids, np.concatenate(ids))
+            np.testing.assert_array_equal(all_rows.view(np.uint16), np.concatenate(rows).view(np.uint16))
+            assert nothing.shape == (0, 3)
+    for worker in workers:
+        worker.close()
+
+
 def test_tensorflow_uses_the_sum_without_a_copy() -> None:
     first, second = connected(2)
     sums: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""The sum of an array over all workers, through a connection between every two of them.
+"""The sum of an array over all workers, and the arrays of all, through a connection between every two of them.
 
 TensorFlow's all-reduce on CPUs passes pieces around a ring: 2 (n - 1) remote calls one after the other, each of which
 wakes several threads of two processes. Here every worker sends a small array to all others at once. Of a larger array
@@ -11,6 +11,7 @@ copied by the sender and by the receiver.
 """
 
 import itertools
+import math
 import socket
 
 import numpy as np
@@ -69,9 +70,7 @@ class AllReduce:
         vector = array.reshape(-1)
         # A new array, since TensorFlow may use this one while the next call is made.
         result = _aligned(len(vector), vector.dtype)
-        if not self._is_read:
-            self._peers.meet()
-            self._is_read = True
+        self._wait_for_readers()
         if vector.nbytes <= ONE_HOP_BYTES:
             self._in_one_hop(vector, result)
         elif self._memory:
@@ -82,6 +81,41 @@ class AllReduce:
             self._in_two_hops(vector, result)
         self._peers.flush()
         return result.reshape(array.shape)
+
+    def gather(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Each of the arrays with those of the others, along the first axis in the order of the workers.
+
+        Args:
+            arrays: all workers pass equally many, of the same types, and of shapes that differ in the first axis alone.
+
+        Raises:
+            LostWorkerError: a worker is gone.
+        """
+        self._wait_for_readers()
+        lengths = np.empty([self._count, len(arrays)], np.int64)
+        lengths[self._index] = [len(array) for array in arrays]
+        self._peers.send(_bytes(lengths[self._index]), *self._peers.indices)
+        for array in arrays:
+            self._peers.send(_bytes(array.reshape(-1)), *self._peers.indices)
+        self._peers.receive({peer: _bytes(lengths[peer]) for peer in self._peers.indices})
+        gathered = [self._gathered(*pair) for pair in zip(arrays, lengths.T.tolist(), strict=True)]
+        self._peers.flush()
+        return gathered
+
+    def _gathered(self, array: np.ndarray, lengths: list[int]) -> np.ndarray:
+        row = array.shape[1:]
+        bounds = np.cumsum([0, *lengths]) * math.prod(row)
+        result = _aligned(int(bounds[-1]), array.dtype)
+        parts = [result[begin:end] for begin, end in itertools.pairwise(bounds)]
+        np.copyto(parts[self._index], array.reshape(-1))
+        self._peers.receive({peer: _bytes(parts[peer]) for peer in self._peers.indices})
+        return result.reshape(-1, *row)
+
+    def _wait_for_readers(self) -> None:
+        """Waits until the others have read what this worker wrote into the shared memory."""
+        if not self._is_read:
+            self._peers.meet()
+            self._is_read = True
 
     def _in_one_hop(self, vector: np.ndarray, result: np.ndarray) -> None:
         self._peers.send(_bytes(vector), *self._peers.indices)
