@@ -216,7 +216,7 @@ class LocalSgdStep(SyncStep):
 
         A batch of padding leaves the state as it is, and has gradients of 0.
         """
-        output, state, share = self.computed(element)
+        output, _, state, share = self.computed(element)
         # The step multiplies a mean by the share of the batch, so that the parts of all workers add up. A loss that is
         # a sum grows by this to what it would be for the batches of all.
         gradients = [

@@ -46,7 +46,8 @@ class SyncLoop(LoopBase):
         super().__init__(config, run, report)
         self.leads = self._workers.index == 0
         self._counted = counter_of(self.optimizer)
-        self._evaluate = run.step.evaluate_function(splits.evaluated_layout)
+        layout = splits.evaluated_layout or run.step.layout
+        self._evaluate = tf.function(self._sums_of, autograph=False, input_signature=[layout.batched(None)])
         self._evaluated_at_once = run.evaluated_at_once
         self._secs_per_step = 0.0  # the mean of all workers; 0 while unknown
         self._own_secs = 0.0  # of a step on this worker; 0 while unknown
@@ -137,16 +138,23 @@ class SyncLoop(LoopBase):
 
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
         """Every worker evaluates its own part of the split; the sums are added up over all workers."""
-        trainable, state = self.step.values()
         sums = np.zeros(1 + self.step.evaluated.size)
         for batch in self._evaluated_batches(split):
-            sums += self._evaluate(trainable, state, [tf.constant(leaf) for leaf in batch]).numpy()
+            sums += self._evaluate([tf.constant(leaf) for leaf in batch]).numpy()
             heartbeat.progress()
         if self._splits.validation_stream:  # those of other workers may be longer; each reports its own progress
             heartbeat.extend_deadline(heartbeat.START_SECS)
         total = self._workers.add_up(sums)
         heartbeat.extend_deadline(0.0)
         return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
+
+    def _sums_of(self, leaves: list[tf.Tensor]) -> tf.Tensor:
+        """See `ModelStep.evaluate`."""
+        layout = self._splits.evaluated_layout
+        with tf.device("CPU:0"):
+            lookups = self.step.look_up(leaves, training=False, layout=layout)
+        trainable, state = self.step.values(lookups.ids)
+        return self.step.evaluate(trainable, state, leaves, layout, lookups.positions)
 
     def _evaluated_batches(self, split: str) -> Iterator[list[np.ndarray]]:
         """The leaves of the batches that this worker evaluates."""

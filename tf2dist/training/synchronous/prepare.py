@@ -31,6 +31,7 @@ from tf2dist.model.checks import (
 from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.own_step import OwnStep
+from tf2dist.model.row_choice import choose_tables
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import counters_of
@@ -40,7 +41,7 @@ from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import ArrayFeed, Feed
 from tf2dist.training.synchronous.phases import PhasedStep
 from tf2dist.training.synchronous.same_start import synchronize_initial_state
-from tf2dist.training.synchronous.step import SyncStep
+from tf2dist.training.synchronous.step import SyncStep, gathers_one_length
 from tf2dist.training.synchronous.workers import Workers
 
 
@@ -127,6 +128,11 @@ def prepare(
     check_init_from(optimizer, isinstance(start, Weights))
     optimizer.build(step.trainable)
     graph_class = step_class(source.name, config.algorithm, step)
+    why_not = _why_no_rows(
+        config, optimizer, graph_class, bool(splits.stream) and gathers_one_length(workers, all_reduce)
+    )
+    of_tables = choose_tables(source.name, step, optimizer, config.optimizer, why_not)
+    note = "; ".join(filter(None, (note, of_tables)))
     graph_class.check(source.name, config, workers, splits, step, optimizer)
     has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if has_scale:
@@ -191,6 +197,23 @@ def step_class(name: str, algorithm: AlgorithmConfig, step: ModelStep) -> type[S
     check_whole_updates(name, step, f"algorithm={algorithm.kind}")
     local_sgd: type[SyncStep] = pkgutil.resolve_name(entry.implementation)
     return local_sgd
+
+
+def _why_no_rows(
+    config: RunConfig, optimizer: keras.Optimizer, graph_class: type[SyncStep], has_any_batches: bool
+) -> str:
+    """Why tables travel as a whole; empty if their rows may, see `rows`.
+
+    Args:
+        has_any_batches: whether batches are of any sizes, and TensorFlow gathers.
+    """
+    if config.devices.xla:
+        return "devices.xla compiles a step for each number of rows"
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return "a LossScaleOptimizer looks at all gradients of an update"
+    if graph_class is not SyncStep:
+        return f"algorithm={config.algorithm.kind} averages whole variables"
+    return "the batches of streams differ in size, and TensorFlow's all-reduce is used" if has_any_batches else ""
 
 
 def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:

@@ -1,7 +1,8 @@
 """The graph of synchronous training: on every replica the model's step, an all-reduce, and the same update.
 
 One vector carries what is small: gradients, changes of the state, and the sums for the log. Large gradients are reduced
-by themselves, each as soon as it is known. All replicas then apply the same update to their own copy.
+by themselves, each as soon as it is known; of large tables the rows are exchanged that the batches have looked up, see
+`rows`. All replicas then apply the same update to their own copy.
 """
 
 import functools
@@ -22,6 +23,7 @@ from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.all_reduce import AllReduce
 from tf2dist.training.synchronous.feeds import Feed, StreamFeed
+from tf2dist.training.synchronous.rows import RowExchange
 from tf2dist.training.synchronous.workers import Workers
 
 SHARED = len(PauseRequest) + 1  # how many numbers every worker shares with the others in each step
@@ -73,12 +75,19 @@ class SyncStep:
         num_more = self.num_sums + self._num_weights + self._feed.num_extra
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._buckets = Buckets(variables, num_more, tf.float32, narrow)
+        self._rows = None
+        if self.step.tables:
+            batch_size = self._workers.batch_size_per_replica(config.train.batch_size_per_worker)
+            is_fixed = gathers_one_length(self._workers, self._all_reduce)
+            lengths = self.step.num_lookups(batch_size) if is_fixed else []
+            self._rows = RowExchange(self.step, self.optimizer, self.gathered, narrow, lengths)
         self._take_steps = tf.function(self._steps, autograph=False)
 
     @property
     def applied_at_end(self) -> list[keras.Variable]:
-        """The variables that are updated when all workers have taken the step."""
-        return self.step.trainable
+        """The variables that are updated when all workers have taken the step, without tables."""
+        tables = set(map(id, self.step.tables))
+        return [variable for variable in self.step.trainable if id(variable) not in tables]
 
     @staticmethod
     def check(
@@ -142,17 +151,19 @@ class SyncStep:
         per_replica = self._strategy.run(function, args=arguments)
         return self._strategy.experimental_local_results(per_replica)[0]
 
-    def computed(self, element: Any) -> tuple[StepOutput, list[tf.Tensor], tf.Tensor]:
-        """On a replica: what its batch gives, the state before that, and the share of the batch in the step."""
-        trainable, state = self.step.values()
+    def computed(self, element: Any) -> tuple[StepOutput, list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
+        """On a replica: what its batch gives, the ids of its rows, the state before that, and its share in the step."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         applied = self.applied.read_value()
         place = step_place(replica, applied)
         leaves, share = self._feed.part(element)
         leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
+        with tf.device("CPU:0"):
+            lookups = self.step.look_up(leaves)
+        trainable, state = self.step.values(lookups.ids)
         with exchanging(self._exchange(replica, share)):
-            output = self._compute(trainable, state, leaves, place, share)
-        return self.stragglers.computed(output, self._workers.index), state, share
+            output = self._compute(trainable, state, leaves, place, share, lookups.positions)
+        return self.stragglers.computed(output, self._workers.index), lookups.ids, state, share
 
     def _exchange(self, replica: tf.Tensor, share: tf.Tensor) -> Exchange | None:
         """What `tf2dist.gather` needs on a replica; None if there is no other one."""
@@ -182,6 +193,19 @@ class SyncStep:
         sums = [tf.numpy_function(self._all_reduce, [bucket], bucket.dtype) for bucket in reversed(buckets)]
         return [tf.ensure_shape(one, bucket.shape) for one, bucket in zip(reversed(sums), buckets, strict=True)]
 
+    def gathered(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """On a replica: each of the tensors with those of all replicas, along the first axis in their order."""
+        if self._workers.num_replicas == 1:
+            return tensors
+        if self._all_reduce is None:  # with NCCL it gathers no int32
+            gather = functools.partial(
+                tf.distribute.get_replica_context().all_gather, axis=0, options=self._workers.communication
+            )
+            bits = [tf.bitcast(one, tf.float32) if one.dtype == tf.int32 else one for one in tensors]
+            return [tf.bitcast(gather(one), tensor.dtype) for one, tensor in zip(bits, tensors, strict=True)]
+        gathered = tf.numpy_function(self._all_reduce.gather, tensors, [tensor.dtype for tensor in tensors])
+        return [tf.ensure_shape(one, [None, *own.shape[1:]]) for one, own in zip(gathered, tensors, strict=True)]
+
     # Plain training.
 
     def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *iterators: Any) -> tf.Tensor:
@@ -198,8 +222,10 @@ class SyncStep:
         return tf.while_loop(lambda number, _, goes_on: (number < num_steps) & goes_on, step, start)[1]
 
     def _replica_step(self, element: Any, shared: tf.Tensor) -> list[tf.Tensor]:
-        """One step of one replica; returns the sums of what all replicas contribute."""
-        output, state, share = self.computed(element)
+        """One step of one replica; returns the sums of what all replicas contribute, and the gradients of rows."""
+        output, ids, state, share = self.computed(element)
+        tables = set(map(id, self.step.tables))
+        pairs = list(zip(self.step.trainable, output.gradients, strict=True))
         # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         changes = [
@@ -208,7 +234,10 @@ class SyncStep:
         ]
         weights = [output.weight[None]] if self.step.weighs_losses else []
         vectors = output.sums, shared, *weights, *self._feed.extra(element)
-        return self.reduced(self._buckets.pack([*output.gradients, *changes], *vectors))
+        gradients = [gradient for variable, gradient in pairs if id(variable) not in tables]
+        of_rows = [gradient for variable, gradient in pairs if id(variable) in tables]
+        reduced = self.reduced(self._buckets.pack([*gradients, *changes], *vectors))
+        return [*reduced, *self._rows.gather(ids, of_rows, share)] if self._rows else reduced
 
     def _decay(self, variable: keras.Variable) -> float:
         return self.step.trace.decays.get(id(variable), 1.0)
@@ -220,17 +249,23 @@ class SyncStep:
             The sums that came with it, float32 [num_sums], and whether another step can follow.
         """
         sizes = self.num_sums, self._num_weights, self._feed.num_extra
-        tensors, (sums, weight, extra) = self._buckets.unpack(reduced, *sizes)
+        num_buckets = len(self._buckets.specs)
+        tensors, (sums, weight, extra) = self._buckets.unpack(reduced[:num_buckets], *sizes)
         goes_on = self._feed.take_back(extra)
         trained = self.applied_at_end
         gradients, changes = tensors[: len(trained)], tensors[len(trained) :]
+        ids, of_rows = self._rows.add_up(reduced[num_buckets:]) if self._rows else ([], [])
+        gradients += of_rows
         if self.step.weighs_losses:
             gradients, sums = self._divided(gradients, sums, weight[0])
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it. Some
         # variables, as those of spectral normalization, are changed by both.
         for variable, change in zip(self.step.state, changes, strict=True):
             apply_change(variable, self._decay(variable), change)
-        self.optimizer.apply(gradients, trained)
+        if self._rows:
+            self._rows.apply(trained, gradients, ids)
+        else:
+            self.optimizer.apply(gradients, trained)
         self.applied.assign_add(1)
         return sums, goes_on
 
@@ -244,6 +279,11 @@ class SyncStep:
         places = [[0], [2 + self.step.metrics.place_of_loss]]
         sums = tf.tensor_scatter_nd_update(sums, places, [loss, loss * count])
         return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], sums
+
+
+def gathers_one_length(workers: Workers, all_reduce: AllReduce | None) -> bool:
+    """Whether what replicas gather must have the same shape on all of them and in all steps, as TensorFlow demands."""
+    return all_reduce is None and workers.num_replicas > 1
 
 
 def contributed_change(

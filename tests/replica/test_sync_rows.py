@@ -1,0 +1,145 @@
+"""Rows of large tables with mode=sync: all workers get the same bits, and the result is that of Keras."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.replica.in_memory_source import InMemorySource
+from tests.replica.small_runs import run_config
+from tests.replica.test_embedding_rows import COLUMNS, OPTIMIZERS, ROWS, SPLITS, model_of
+from tf2dist.config.schema import RunConfig
+from tf2dist.data import pipeline
+from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.testing import SyncWorker, SyncWorkers
+
+STEPS, TIMEOUT_SECS = 12, 300.0
+layers = keras.layers
+pytestmark = pytest.mark.timeout(400)
+
+
+def two_tables(optimizer: Callable[[], Any]) -> keras.Model:
+    return model_of(optimizer())
+
+
+def tables_alone() -> keras.Model:
+    """Matrix factorization: nothing but tables is trained."""
+    keras.utils.set_random_seed(3)
+    ids, item = keras.Input((3,), name="ids", dtype="int32"), keras.Input((), name="item", dtype="int32")
+    users = layers.GlobalAveragePooling1D()(layers.Embedding(ROWS, COLUMNS)(ids))
+    model = keras.Model({"ids": ids, "item": item}, layers.Dot(1)([users, layers.Embedding(ROWS, COLUMNS)(item)]))
+    model.compile(keras.optimizers.Adagrad(keras.optimizers.schedules.InverseTimeDecay(0.5, 3, 0.5)), "mse")
+    return model
+
+
+def squares(y: Any, found: Any) -> Any:
+    return keras.ops.mean((found - keras.ops.reshape(y, (-1, 1, 1))) ** 2, -1)
+
+
+def masked() -> keras.Model:
+    """Its loss is divided by the places that a mask leaves, of which each worker has another number."""
+    keras.utils.set_random_seed(3)
+    ids, item = keras.Input((3,), name="ids", dtype="int32"), keras.Input((), name="item", dtype="int32")
+    frequent = keras.ops.where(ids > 5, ids, 0)
+    both = [layers.Embedding(ROWS, COLUMNS, mask_zero=True)(frequent) for _ in range(2)]
+    model = keras.Model({"ids": ids, "item": item}, layers.Dense(2)(layers.Add()(both)))
+    model.compile(keras.optimizers.SGD(0.5), squares)
+    return model
+
+
+def chosen_by_path() -> keras.Model:
+    inner = {".*items.*": keras.optimizers.SGD(0.5, global_clipnorm=0.01), ".*shared.*": keras.optimizers.Adagrad(0.1)}
+    by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, global_clipnorm=0.1), inner)
+    return model_of(keras.optimizers.MultiOptimizer(by_path))
+
+
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    **{name: functools.partial(two_tables, optimizer) for name, optimizer in OPTIMIZERS.items()},
+    "adam": functools.partial(two_tables, keras.optimizers.Adam),
+    "alone": tables_alone,
+    "masked": masked,
+    "chosen": chosen_by_path,
+}
+
+
+class Training(NamedTuple):
+    weights: list[np.ndarray]
+    tables: list[str]
+    updates: int
+    loss: float
+    note: str
+
+
+def config_of(batch_size: int = 50, optimizer: dict[str, Any] | None = None, **of_cluster: Any) -> RunConfig:
+    config = run_config(batch_size=batch_size, steps_per_execution=3)
+    train, cluster = replace(config.train, steps=STEPS), replace(config.cluster, **of_cluster)
+    return replace(config, train=train, cluster=cluster, optimizer=config.optimizer | (optimizer or {}))
+
+
+def train(worker: SyncWorker, runs: list[tuple[str, RunConfig]]) -> list[Training]:
+    """Several runs in one life of the workers, which take seconds to start."""
+    from tf2dist.training.synchronous.loop import SyncLoop
+
+    trained = []
+    for name, config in runs:
+        source = InMemorySource(MODELS[name], SPLITS)
+        place = worker.cluster, worker.task
+        loop = SyncLoop.build(config, *place, source, SPLITS, None, lambda progress: None, worker.strategy)
+        loop.train(STEPS)
+        weights = [v.numpy() for v in loop.model.trainable_variables]
+        loss, paths = loop.evaluate("test").metrics["loss"], [table.path for table in loop.step.tables]
+        trained.append(Training(weights, paths, loop.updates_applied(), loss, loop.advice.note))
+    return trained
+
+
+def by_keras(model: keras.Model, batch_size: int = 50) -> list[np.ndarray]:
+    """The weights after the same steps in one process, where the gradients of a row are added up before an update."""
+    sharding = Sharding(len(SPLITS.train), batch_size, 1, 0, whole_batch_loss=True)
+    for index, weights in pipeline.batches(lambda i: [i], sharding, 0, InputPosition()).take(STEPS).as_numpy_iterator():
+        x, y, _ = SPLITS.layout.pack(SPLITS.train.take(index[weights > 0]))
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        model.optimizer.apply([tf.convert_to_tensor(g) for g in gradients], model.trainable_variables)
+    return [v.numpy() for v in model.trainable_variables]
+
+
+def assert_equals_keras(name: str, trainings: list[Training], batch_size: int = 50) -> None:
+    first, *others = trainings
+    assert len(first.tables) == 2
+    assert first.updates == STEPS
+    for other in others:
+        for found, expected in zip(other.weights, first.weights, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    expected = MODELS[name]()
+    for found, wanted in zip(first.weights, by_keras(expected, batch_size), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
+    test = SPLITS.test
+    assert test is not None
+    evaluated = expected.evaluate(test.x, test.y, verbose=0, return_dict=True)
+    # A mean over places is one of the places of a batch, and Keras' batches are others.
+    assert first.loss == pytest.approx(evaluated["loss"], rel=1e-4 if name != "masked" else 1e-2)
+
+
+EXACT = [*OPTIMIZERS, "alone", "masked", "chosen"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_equal_keras(sync_workers: SyncWorkers, num_workers: int) -> None:
+    """Rows are looked up several times in a batch and by several workers, and the last step of a pass is short."""
+    runs = [(name, config_of(50 // num_workers)) for name in EXACT]
+    on_workers = sync_workers(train, num_workers, (runs,), TIMEOUT_SECS)
+    for name, *trainings in zip(EXACT, *on_workers, strict=True):
+        assert_equals_keras(name, trainings)
+
+
+def test_workers_whose_batches_are_padding(sync_workers: SyncWorkers) -> None:
+    """The second step of a pass has 10 examples for three workers; with TensorFlow's connections, too."""
+    runs = [("adagrad", config_of(190, all_reduce=which)) for which in ("tf2dist", "tensorflow")]
+    for trainings in zip(*sync_workers(train, 3, (runs,), TIMEOUT_SECS), strict=True):
+        assert_equals_keras("adagrad", list(trainings), 570)
