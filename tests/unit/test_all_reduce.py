@@ -140,6 +140,17 @@ def test_arrays_of_any_length_are_gathered_in_order(num_workers: int, with_memor
         worker.close()
 
 
+def test_a_sum_and_arrays_take_one_hop() -> None:
+    workers = connected(3)
+    vectors = np.random.default_rng(0).normal(size=[3, 1000]).astype(np.float32)
+    expected = vectors[0] + vectors[1] + vectors[2]
+    ids = [np.arange(length, dtype=np.int32) for length in (2, 0, 3)]
+    calls = [partial(worker.sum_and_gather, *own) for worker, *own in zip(workers, vectors, ids, strict=True)]
+    for total, all_ids in at_once(calls):
+        np.testing.assert_array_equal(total, expected)
+        assert all_ids.tolist() == [0, 1, 0, 1, 2]
+
+
 def test_tensorflow_uses_the_sum_without_a_copy() -> None:
     first, second = connected(2)
     sums: list[np.ndarray] = []

@@ -82,6 +82,17 @@ class AllReduce:
         self._peers.flush()
         return result.reshape(array.shape)
 
+    def sum_and_gather(self, vector: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        """The sum of the vectors of all workers, in one hop with what `gather` returns of the arrays.
+
+        Args:
+            vector: float32 [n], the same n on all workers.
+        """
+        vectors, *gathered = self.gather(vector[np.newaxis], *arrays)
+        total = _aligned(len(vector), vector.dtype)
+        self._add(list(vectors), total)
+        return [total, *gathered]
+
     def gather(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Each of the arrays with those of the others, along the first axis in the order of the workers.
 

@@ -5,8 +5,6 @@ sends those of the rows that its batch has looked up, as Horovod does with slice
 up those of the same row in the order of the replicas, so that all of them get the same bits.
 """
 
-from collections.abc import Callable
-
 import keras
 import tensorflow as tf
 
@@ -15,7 +13,6 @@ from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import counter_of, groups_of
 
 NO_ROW = -1  # fills up ids
-Gather = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 class RowExchange:
@@ -24,29 +21,22 @@ class RowExchange:
     Args:
         optimizer: already built for `step.trainable`. It must not clip by the norm of all gradients any more, which
             no single call sees.
-        gather: on a replica: each of some tensors with those of all replicas, along the first axis.
         narrow: the type in which the gradients travel; None for their own.
-        lengths: for each table how many rows a batch looks up at most, if `gather` demands that this is always so; or
-            nothing.
+        lengths: for each table how many rows a batch looks up at most, if the tensors of all replicas and steps must
+            have the same shape; or nothing.
     """
 
     def __init__(
-        self,
-        step: ModelStep,
-        optimizer: keras.Optimizer,
-        gather: Gather,
-        narrow: tf.DType | None,
-        lengths: list[int],
+        self, step: ModelStep, optimizer: keras.Optimizer, narrow: tf.DType | None, lengths: list[int]
     ) -> None:
-        self._lengths = lengths
-        self._tables, self._gather, self._narrow = step.tables, gather, narrow
+        self._tables, self._narrow, self._lengths = step.tables, narrow, lengths
         self._optimizer, self._groups = optimizer, groups_of(optimizer, step.trainable)
         self._global_clipnorms = [(inner.global_clipnorm, trained) for inner, trained in self._groups]
         for inner, _ in self._groups:
             inner.global_clipnorm = None
 
-    def gather(self, ids: list[tf.Tensor], gradients: list[tf.Tensor], share: tf.Tensor) -> list[tf.Tensor]:
-        """On a replica: the ids of all replicas for each table, and then the gradients.
+    def pack(self, ids: list[tf.Tensor], gradients: list[tf.Tensor], share: tf.Tensor) -> list[tf.Tensor]:
+        """On a replica: what it sends, the ids for each table, and then the gradients.
 
         Args:
             ids: of the rows of each table, int32 [n], each once.
@@ -60,7 +50,7 @@ class RowExchange:
             missing = length - tf.size(ids[number])
             ids[number] = tf.ensure_shape(tf.pad(ids[number], [[0, missing]], constant_values=NO_ROW), [length])
             own[number] = tf.ensure_shape(tf.pad(own[number], [[0, missing], [0, 0]]), [length, *own[number].shape[1:]])
-        return self._gather([*ids, *own])
+        return [*ids, *own]
 
     def add_up(self, gathered: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """For each table the ids that replicas have sent, each once, and the sums of their gradients."""
@@ -68,9 +58,11 @@ class RowExchange:
         pairs = []
         with tf.device("CPU:0"):  # where sums are made in order
             for table, ids, gradients in zip(self._tables, gathered[:number], gathered[number:], strict=True):
-                are_rows = ids != NO_ROW
-                unique, places = tf.unique(tf.boolean_mask(ids, are_rows))
-                gradients = tf.cast(tf.boolean_mask(gradients, are_rows), table.dtype)
+                if self._lengths:
+                    are_rows = ids != NO_ROW
+                    ids, gradients = tf.boolean_mask(ids, are_rows), tf.boolean_mask(gradients, are_rows)
+                unique, places = tf.unique(ids)
+                gradients = tf.cast(gradients, table.dtype)
                 pairs.append((unique, tf.math.unsorted_segment_sum(gradients, places, tf.size(unique))))
         return [ids for ids, _ in pairs], [sums for _, sums in pairs]
 

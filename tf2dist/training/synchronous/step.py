@@ -80,7 +80,7 @@ class SyncStep:
             batch_size = self._workers.batch_size_per_replica(config.train.batch_size_per_worker)
             is_fixed = gathers_one_length(self._workers, self._all_reduce)
             lengths = self.step.num_lookups(batch_size) if is_fixed else []
-            self._rows = RowExchange(self.step, self.optimizer, self.gathered, narrow, lengths)
+            self._rows = RowExchange(self.step, self.optimizer, narrow, lengths)
         self._take_steps = tf.function(self._steps, autograph=False)
 
     @property
@@ -193,18 +193,27 @@ class SyncStep:
         sums = [tf.numpy_function(self._all_reduce, [bucket], bucket.dtype) for bucket in reversed(buckets)]
         return [tf.ensure_shape(one, bucket.shape) for one, bucket in zip(reversed(sums), buckets, strict=True)]
 
-    def gathered(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """On a replica: each of the tensors with those of all replicas, along the first axis in their order."""
+    def exchanged(self, buckets: list[tf.Tensor], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """On a replica: the sums of the buckets, and each of the tensors with those of all replicas.
+
+        Args:
+            tensors: joined along the first axis in the order of the replicas. Other axes are the same on all replicas.
+        """
         if self._workers.num_replicas == 1:
-            return tensors
+            return [*self.reduced(buckets), *tensors]
         if self._all_reduce is None:  # with NCCL it gathers no int32
             gather = functools.partial(
                 tf.distribute.get_replica_context().all_gather, axis=0, options=self._workers.communication
             )
             bits = [tf.bitcast(one, tf.float32) if one.dtype == tf.int32 else one for one in tensors]
-            return [tf.bitcast(gather(one), tensor.dtype) for one, tensor in zip(bits, tensors, strict=True)]
-        gathered = tf.numpy_function(self._all_reduce.gather, tensors, [tensor.dtype for tensor in tensors])
-        return [tf.ensure_shape(one, [None, *own.shape[1:]]) for one, own in zip(gathered, tensors, strict=True)]
+            gathered = [tf.bitcast(gather(one), tensor.dtype) for one, tensor in zip(bits, tensors, strict=True)]
+            return [*self.reduced(buckets), *gathered]
+        # One hop for all that is small.
+        first, *large = buckets
+        sums, sent = self.reduced(large), [first, *tensors]
+        total, *gathered = tf.numpy_function(self._all_reduce.sum_and_gather, sent, [one.dtype for one in sent])
+        gathered = [tf.ensure_shape(one, [None, *own.shape[1:]]) for one, own in zip(gathered, tensors, strict=True)]
+        return [tf.ensure_shape(total, first.shape), *sums, *gathered]
 
     # Plain training.
 
@@ -236,8 +245,8 @@ class SyncStep:
         vectors = output.sums, shared, *weights, *self._feed.extra(element)
         gradients = [gradient for variable, gradient in pairs if id(variable) not in tables]
         of_rows = [gradient for variable, gradient in pairs if id(variable) in tables]
-        reduced = self.reduced(self._buckets.pack([*gradients, *changes], *vectors))
-        return [*reduced, *self._rows.gather(ids, of_rows, share)] if self._rows else reduced
+        buckets = self._buckets.pack([*gradients, *changes], *vectors)
+        return self.exchanged(buckets, self._rows.pack(ids, of_rows, share)) if self._rows else self.reduced(buckets)
 
     def _decay(self, variable: keras.Variable) -> float:
         return self.step.trace.decays.get(id(variable), 1.0)
