@@ -1,5 +1,6 @@
 """Optimizers update rows of a table as Keras updates them in the whole table."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import keras
@@ -54,15 +55,18 @@ WHOLE: dict[str, Callable[[], keras.Optimizer]] = {
 class Pair:
     """The same table twice: one is updated by row, the other by Keras."""
 
-    def __init__(self, make: Callable[[], keras.Optimizer]) -> None:
+    def __init__(self, make: Callable[[], keras.Optimizer], runs_alone: bool = False) -> None:
         values = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
         self.table, self.reference = keras.Variable(values), keras.Variable(values)
         self.by_row, self.by_keras = make(), make()
         # An optimizer also trains others, so that its slots have places.
         self.by_row.build([keras.Variable(np.zeros((ROWS, COLUMNS), np.float32)), self.table])
         self.by_keras.build([self.reference])
-        apply = lambda gradient, ids: apply_rows(self.by_row, gradient, self.table, ids)  # noqa: E731
+        apply = functools.partial(self._apply, runs_alone)
         self.apply = tf.function(apply, autograph=False, reduce_retracing=True)
+
+    def _apply(self, runs_alone: bool, gradient: tf.Tensor, ids: tf.Tensor) -> None:
+        apply_rows(self.by_row, gradient, self.table, ids, runs_alone)
 
     def step(self, gradient: np.ndarray, ids: np.ndarray) -> None:
         self.apply(tf.constant(gradient), tf.constant(ids))
@@ -86,9 +90,10 @@ def steps(num_ids: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield random.normal(size=(num_ids, COLUMNS)).astype(np.float32), ids
 
 
+@pytest.mark.parametrize("runs_alone", [False, True], ids=["at once", "alone"])
 @pytest.mark.parametrize("name", EXACT)
-def test_few_rows_are_updated_as_by_keras(name: str) -> None:
-    pair = Pair(EXACT[name])
+def test_few_rows_are_updated_as_by_keras(name: str, runs_alone: bool) -> None:
+    pair = Pair(EXACT[name], runs_alone)
     assert is_exact_by_row(pair.by_row)
     for num_ids in (1, 7):
         for gradient, ids in steps(num_ids):

@@ -5,7 +5,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf2dist.process.tf_internals import clip_gradient, place_of, rows_in_place_of, slots_of, undecayed
+from tf2dist.process.tf_internals import (
+    AtomicRows,
+    Rows,
+    clip_gradient,
+    place_of,
+    rows_in_place_of,
+    slots_of,
+    undecayed,
+)
 
 # Each has slots of the form of the variable, and its update of an element depends on nothing else but that element and
 # the number of the update. Not so Nadam, which multiplies its momenta of all steps into one number, and
@@ -36,21 +44,28 @@ def is_one_operation(optimizer: keras.Optimizer) -> bool:
     return is_exact_by_row(optimizer) and type(optimizer) is keras.optimizers.SGD
 
 
-def apply_rows(optimizer: keras.Optimizer, gradient: tf.Tensor, variable: keras.Variable, ids: tf.Tensor) -> None:
+def apply_rows(
+    optimizer: keras.Optimizer,
+    gradient: tf.Tensor,
+    variable: keras.Variable,
+    ids: tf.Tensor,
+    runs_alone: bool = False,
+) -> None:
     """Does for some rows of a variable what `Optimizer.apply` does for it all, but does not count the update.
-
-    Unless it `is_one_operation`, the caller ensures that no two updates of the variable run at the same time.
 
     Args:
         optimizer: one that `can_be_lazy`, built with the variable.
         gradient: float [U, ...], of these rows.
         variable: it has a `tf.Variable` of its own.
         ids: integers [U], each of them once.
+        runs_alone: whether no two updates of the variable run at the same time, which takes less time; the caller also
+            ensures that with an optimizer that is not one operation.
     """
+    kind = Rows if runs_alone or not is_one_operation(optimizer) else AtomicRows
     gradient = clip_gradient(optimizer, gradient)  # other rows add nothing to a norm
     decays = optimizer.weight_decay is not None and not undecayed(optimizer, [variable])
     place = place_of(optimizer, variable.value)
-    with rows_in_place_of([variable, *(slots[place] for slots in slots_of(optimizer).values())], ids):
+    with rows_in_place_of([variable, *(slots[place] for slots in slots_of(optimizer).values())], ids, kind):
         rows: Any = variable.value
         if decays:
             rate, decay = (tf.cast(value, rows.dtype) for value in (optimizer.learning_rate, optimizer.weight_decay))

@@ -53,11 +53,13 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     wait_at_barrier,
 )
 from tf2dist.process.tf_internals.probes import missing
-from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in, rows_in_place_of
+from tf2dist.process.tf_internals.stand_ins import AtomicRows, PartitionedVariable, Rows, let_lie_in, rows_in_place_of
 
 __all__ = [
+    "AtomicRows",
     "Attendance",
     "PartitionedVariable",
+    "Rows",
     "as_one_node",
     "build_metrics",
     "choose_by_path",

@@ -83,7 +83,7 @@ class RowExchange:
         for optimizer, trained in self._groups:
             for table in trained:
                 if id(table) in ids_of:
-                    apply_rows(optimizer, gradient_of[id(table)], table, ids_of[id(table)])
+                    apply_rows(optimizer, gradient_of[id(table)], table, ids_of[id(table)], runs_alone=True)
             if others := [variable for variable in trained if id(variable) not in ids_of]:
                 optimizer.apply([gradient_of[id(variable)] for variable in others], others)
             elif trained:
