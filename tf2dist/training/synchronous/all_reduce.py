@@ -13,6 +13,7 @@ copied by the sender and by the receiver.
 import itertools
 import math
 import socket
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,6 +35,14 @@ def _aligned(size: int, dtype: np.dtype) -> np.ndarray:
     room = np.empty(size + ALIGNMENT // dtype.itemsize, dtype)
     first = -room.ctypes.data % ALIGNMENT // dtype.itemsize
     return room[first : first + size]
+
+
+def _joined(parts: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
+    """The bytes of some rows as an array of them, with the type and the columns of another one."""
+    values = [part.view(like.dtype) for part in parts]
+    result = _aligned(sum(map(len, values)), like.dtype)
+    np.concatenate(values, out=result)
+    return result.reshape(-1, *like.shape[1:])
 
 
 class AllReduce:
@@ -103,24 +112,19 @@ class AllReduce:
             LostWorkerError: a worker is gone.
         """
         self._wait_for_readers()
-        lengths = np.empty([self._count, len(arrays)], np.int64)
-        lengths[self._index] = [len(array) for array in arrays]
-        self._peers.send(_bytes(lengths[self._index]), *self._peers.indices)
-        for array in arrays:
-            self._peers.send(_bytes(array.reshape(-1)), *self._peers.indices)
+        lengths = np.array([[len(array) for array in arrays]] * self._count)
+        own = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+        message = np.concatenate([lengths[0].view(np.uint8), own])  # each piece would cost a call of the kernel
+        self._peers.send(message.data, *self._peers.indices)
         self._peers.receive({peer: _bytes(lengths[peer]) for peer in self._peers.indices})
-        gathered = [self._gathered(*pair) for pair in zip(arrays, lengths.T.tolist(), strict=True)]
+        row_bytes = [math.prod(array.shape[1:]) * array.itemsize for array in arrays]
+        ends = np.cumsum(lengths * row_bytes, axis=1)
+        messages = [np.empty(end, np.uint8) for end in ends[:, -1]]
+        messages[self._index] = own
+        self._peers.receive({peer: messages[peer].data for peer in self._peers.indices})
         self._peers.flush()
-        return gathered
-
-    def _gathered(self, array: np.ndarray, lengths: list[int]) -> np.ndarray:
-        row = array.shape[1:]
-        bounds = np.cumsum([0, *lengths]) * math.prod(row)
-        result = _aligned(int(bounds[-1]), array.dtype)
-        parts = [result[begin:end] for begin, end in itertools.pairwise(bounds)]
-        np.copyto(parts[self._index], array.reshape(-1))
-        self._peers.receive({peer: _bytes(parts[peer]) for peer in self._peers.indices})
-        return result.reshape(-1, *row)
+        pieces = zip(*map(np.split, messages, ends[:, :-1]), strict=True)
+        return [_joined(parts, array) for parts, array in zip(pieces, arrays, strict=True)]
 
     def _wait_for_readers(self) -> None:
         """Waits until the others have read what this worker wrote into the shared memory."""
