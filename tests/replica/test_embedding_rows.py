@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource
-from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.small_runs import assert_exact, run_config, split_of
 from tf2dist import data
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
@@ -56,11 +56,11 @@ def config_of(batch_size: int = BATCH, optimizer: dict[str, Any] | None = None, 
     return replace(config, cluster=cluster, train=train, optimizer=config.optimizer | (optimizer or {}))
 
 
-def by_keras(model: keras.Model) -> list[np.ndarray]:
+def by_keras(model: keras.Model, splits: data.Splits) -> list[np.ndarray]:
     """The weights after the same steps in one process, where the gradients of a row are added up before an update."""
-    sharding = Sharding(len(SPLITS.train), BATCH, 1, 0, whole_batch_loss=True)
+    sharding = Sharding(len(splits.train), BATCH, 1, 0, whole_batch_loss=True)
     for index, weights in pipeline.batches(lambda i: [i], sharding, 0, InputPosition()).take(STEPS).as_numpy_iterator():
-        x, y, _ = SPLITS.layout.pack(SPLITS.train.take(index[weights > 0]))
+        x, y, _ = splits.layout.pack(splits.train.take(index[weights > 0]))
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x, y, model(x, training=True))
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
@@ -68,12 +68,13 @@ def by_keras(model: keras.Model) -> list[np.ndarray]:
     return [v.numpy() for v in model.trainable_variables]
 
 
-def assert_equals_keras(loop: Any, make: Callable[[], keras.Model], tolerance: float = 1e-5) -> None:
+def assert_equals_keras(
+    loop: Any, make: Callable[[], keras.Model], splits: data.Splits = SPLITS, tolerance: float = 1e-5
+) -> None:
     expected = make()
-    for found, wanted in zip(loop.model.trainable_variables, by_keras(expected), strict=True):
+    for found, wanted in zip(loop.model.trainable_variables, by_keras(expected, splits), strict=True):
         np.testing.assert_allclose(found.numpy(), wanted, atol=tolerance, rtol=0)
-    test = SPLITS.test
-    assert test is not None
+    test = split_of(splits, "test")
     evaluation = expected.evaluate(test.x, test.y, verbose=0, return_dict=True)
     assert loop.evaluate("test").metrics == pytest.approx(evaluation, rel=1e-4)
 
@@ -120,7 +121,7 @@ def test_narrow_rows(async_loop: Callable[..., Any], publishing: Callable[..., N
     make = functools.partial(model_of, OPTIMIZERS["sgd"])
     loop = async_loop(config_of(transfer_dtype="bfloat16"), 1, 2, source=InMemorySource(make, SPLITS))
     loop.train(STEPS)
-    for found, wanted in zip(loop.model.trainable_variables, by_keras(make()), strict=True):
+    for found, wanted in zip(loop.model.trainable_variables, by_keras(make(), SPLITS), strict=True):
         assert 0 < np.abs(found.numpy() - wanted).max() < 0.01
 
 
@@ -152,13 +153,98 @@ def test_an_optimizer_that_moves_all_rows_moves_them(
     assert len(changed) > len(looked_up) / 2
 
 
-@pytest.mark.parametrize("of_table", [{"embeddings_regularizer": "l2"}], ids=["penalty"])
-def test_a_table_that_is_read_as_a_whole_travels(
-    async_loop: Callable[..., Any], publishing: Callable[..., None], of_table: dict[str, Any]
+class Tied(keras.layers.Layer):  # type: ignore[misc]
+    """Looks rows up in a table, and multiplies what it makes of them by the whole table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(ROWS, COLUMNS, name="items")
+
+    def build(self, shape: Any) -> None:
+        self.table.build(shape)
+
+    def call(self, ids: Any) -> Any:
+        return keras.ops.mean(keras.ops.matmul(self.table(ids), keras.ops.transpose(self.table.embeddings)), -1)
+
+
+class Routed(keras.layers.Layer):  # type: ignore[misc]
+    """Looks up what the weights of the model say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(ROWS, COLUMNS, name="items")
+
+    def build(self, shape: Any) -> None:
+        self.table.build(shape)
+        self.first = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, ids: Any) -> Any:
+        return keras.ops.mean(self.table(ids + keras.ops.cast(self.first, "int32")), -1) * self.first
+
+
+def model_with(layer: Callable[[], Any]) -> keras.Model:
+    """A table of which rows travel, and another layer."""
+    keras.utils.set_random_seed(3)
+    ids, item = keras.Input((3,), name="ids", dtype="int32"), keras.Input((), name="item", dtype="int32")
+    both = [
+        layers.Flatten()(layers.Embedding(ROWS, COLUMNS, name="rows")(ids)),
+        keras.ops.reshape(layer()(item), (-1, 1)),
+    ]
+    model = keras.Model({"ids": ids, "item": item}, layers.Dense(1)(layers.Concatenate()(both)))
+    model.compile(keras.optimizers.SGD(0.5), keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+
+
+WHOLE: dict[str, Callable[[], keras.Model]] = {
+    "penalty": functools.partial(model_of, OPTIMIZERS["sgd"], embeddings_regularizer="l2"),
+    "tied": functools.partial(model_with, Tied),
+    "routed": functools.partial(model_with, Routed),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_table_that_is_not_only_looked_up_travels(
+    async_loop: Callable[..., Any], publishing: Callable[..., None], name: str
 ) -> None:
     publishing(SPLITS)
-    make = functools.partial(model_of, OPTIMIZERS["sgd"], **of_table)
-    loop = async_loop(config_of(), 1, 2, source=InMemorySource(make, SPLITS))
-    assert tables_of(loop) == ["tower/shared/embeddings"]
+    loop = async_loop(config_of(), 1, 2, source=InMemorySource(WHOLE[name], SPLITS))
+    assert len(loop.step.tables) == 1
+    assert "items" not in loop.step.tables[0].path
     loop.train(STEPS)
-    assert_equals_keras(loop, make)
+    assert_equals_keras(loop, WHOLE[name])
+
+
+def words(num: int, seed: int) -> Arrays:
+    number = np.random.default_rng(seed).zipf(1.3, num) % 50
+    text = np.array([f"w{one}" for one in number]).astype(object)
+    return Arrays({"text": text, "number": number * 7}, (number % 2).astype(np.float32)[:, None])
+
+
+LOOKUPS: dict[str, Callable[[], Any]] = {
+    "text": lambda: layers.StringLookup(vocabulary=[f"w{one}" for one in range(40)], num_oov_indices=2),
+    "number": lambda: layers.IntegerLookup(vocabulary=list(range(0, 250, 7))),
+    "hash": lambda: layers.Hashing(ROWS),
+}
+
+
+def model_of_words(kind: str) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    inputs = {
+        "text": keras.Input((), name="text", dtype="string"),
+        "number": keras.Input((), name="number", dtype="int64"),
+    }
+    ids = LOOKUPS[kind]()(inputs["number" if kind == "number" else "text"])
+    model = keras.Model(inputs, layers.Dense(1)(layers.Embedding(ROWS, COLUMNS)(ids)))
+    model.compile(keras.optimizers.Adagrad(0.1), keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+def test_ids_that_a_layer_looks_up(async_loop: Callable[..., Any], publishing: Callable[..., None], kind: str) -> None:
+    splits = data.Splits(words(STEPS * BATCH - 20, 1), test=words(130, 2))
+    publishing(splits)
+    make = functools.partial(model_of_words, kind)
+    loop = async_loop(config_of(), 1, 2, source=InMemorySource(make, splits))
+    assert len(loop.step.tables) == 1
+    loop.train(STEPS)
+    assert_equals_keras(loop, make, splits)

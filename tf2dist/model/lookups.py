@@ -89,57 +89,73 @@ class RowReader:
         return tf.ensure_shape(tf.gather(rows, tf.reshape(own, tf.shape(ids))), [*ids.shape, table.shape[1]])
 
 
+class _AllFound(BaseException):
+    """Ends a call of the model; no `Exception`, which Keras would wrap in others."""
+
+
+Call = Callable[[list[tf.Tensor], list[tf.Tensor]], Any]  # of the model, with values for its variables and a batch
+
+
 class LookupTrace:
-    """The look-ups of a call of the model, found by tracing it once.
+    """What a call of the model looks up in tables, found by tracing it.
 
     Attributes:
         read_whole: the ids of those tables that the call does not only look up, or whose rows depend on other values
             of the model.
-        num_lookups: in each of the other tables; None if that is not known before the batch.
+        num_calls: how often the call looks up in each table, by id.
+        num_lookups: of a batch in each table, by id; None if that is not known before the batch.
 
     Args:
-        call: calls the model, given values for all variables and the leaves of a batch.
-        variables: of the model.
+        call: calls the model.
+        variables: those for which it is given values.
         layers: those of the tables, see `tables_of`.
         signature: the types of the leaves.
+        num_calls: after so many the call may end; None for all.
     """
 
     def __init__(
         self,
-        call: Callable[[list[tf.Tensor], list[tf.Tensor]], Any],
+        call: Call,
         variables: Sequence[keras.Variable],
         layers: dict[int, list[keras.layers.Embedding]],
         signature: list[tf.TensorSpec],
+        num_calls: int | None = None,
     ) -> None:
         self.read_whole: set[int] = set()
-        self.num_lookups: list[int | None] = []
-        ids: dict[int, list[tf.Tensor]] = {table: [] for table in layers}
-
-        def looked_up(*leaves: tf.Tensor) -> list[tf.Tensor]:
-            values = [tf.compat.v1.placeholder(v.dtype, v.shape) for v in variables]
-            unknown = list(values)
-
-            def read(table: keras.Variable, wanted: tf.Tensor) -> tf.Tensor:
-                ids[id(table)].append(tf.reshape(tf.cast(wanted, tf.int32), [-1]))
-                unknown.append(tf.compat.v1.placeholder(table.dtype, [*wanted.shape, table.shape[1]]))
-                return unknown[-1]
-
-            with reading([layer for shared in layers.values() for layer in shared], read):
-                call(values, list(leaves))
-            dependent = reached_from(*unknown)
-            for variable, value in zip(variables, values, strict=True):
-                own = ids.get(id(variable), [])
-                if id(variable) in ids and (not own or value.consumers() or any(i.name in dependent for i in own)):
-                    self.read_whole.add(id(variable))
-            own_ids = [tf.concat(own, 0) for table, own in ids.items() if table not in self.read_whole]
-            self.num_lookups = [own.shape[0] for own in own_ids]
-            return own_ids
-
-        wrapped = tf.compat.v1.wrap_function(looked_up, signature)
-        # The rest of the call would be computed, too, where it has operations with side effects.
-        self._looked_up = wrapped.prune(wrapped.inputs[: len(signature)], wrapped.structured_outputs)
+        self.num_calls: dict[int, int] = {}
+        self.num_lookups: dict[int, int | None] = {}
+        self._call, self._variables, self._layers, self._num_calls = call, variables, layers, num_calls
+        self._trace = tf.function(self._looked_up, autograph=False).get_concrete_function(*signature)
 
     def __call__(self, leaves: list[tf.Tensor]) -> Lookups:
-        """In a graph on a CPU: the look-ups of a batch in those tables that are not read as a whole."""
-        unique = [tf.unique(ids) for ids in self._looked_up(*leaves)]
+        """In a graph on a CPU: the look-ups of a batch."""
+        unique = [tf.unique(ids) for ids in self._trace(*leaves)]
         return Lookups([ids for ids, _ in unique], [positions for _, positions in unique])
+
+    def _looked_up(self, *leaves: tf.Tensor) -> list[tf.Tensor]:
+        ids: dict[int, list[tf.Tensor]] = {table: [] for table in self._layers}
+        # Nothing that is computed from these is ever run.
+        values = [tf.compat.v1.placeholder(v.dtype, v.shape) for v in self._variables]
+        unknown = list(values)
+
+        def read(table: keras.Variable, wanted: tf.Tensor) -> tf.Tensor:
+            ids[id(table)].append(tf.reshape(tf.cast(wanted, tf.int32), [-1]))
+            if sum(map(len, ids.values())) == self._num_calls:
+                raise _AllFound
+            unknown.append(tf.compat.v1.placeholder(table.dtype, [*wanted.shape, table.shape[1]]))
+            return unknown[-1]
+
+        with (
+            contextlib.suppress(_AllFound),
+            reading([layer for shared in self._layers.values() for layer in shared], read),
+        ):
+            self._call(values, list(leaves))
+        dependent = reached_from(*unknown)
+        for variable, value in zip(self._variables, values, strict=True):
+            own = ids.get(id(variable), [])
+            if id(variable) in ids and (not own or value.consumers() or any(i.name in dependent for i in own)):
+                self.read_whole.add(id(variable))
+        self.num_calls = {table: len(own) for table, own in ids.items()}
+        found = {table: tf.concat(own, 0) for table, own in ids.items() if own}
+        self.num_lookups = {table: own.shape[0] for table, own in found.items()}
+        return list(found.values())

@@ -125,6 +125,7 @@ class ModelStep:
         self.loss_scale: float | keras.Variable | None = None
         self.earlier_optimizer: keras.Optimizer | None = None
         self.tables: list[keras.Variable] = []
+        self._lookup_calls: dict[bool, dict[int, int]] = {}  # by whether the call is in training
         self._lookup_traces: dict[tuple[bool, int], LookupTrace] = {}
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self.divide_variables(list(model.trainable_variables))
@@ -210,8 +211,9 @@ class ModelStep:
         trained = set(map(id, self.trainable))
         layers = {table: layers for table, layers in tables_of(self.model).items() if table in trained}
         for training in (True, False) if layers else ():
-            read_whole = self._trace_lookups(layers, training, self.layout).read_whole
-            layers = {table: layers for table, layers in layers.items() if table not in read_whole}
+            trace = self._trace_lookups(layers, training, self.layout)
+            layers = {table: layers for table, layers in layers.items() if table not in trace.read_whole}
+            self._lookup_calls[training] = trace.num_calls
         return [variable for variable in self.trainable if id(variable) in layers]
 
     def let_rows_travel(self, tables: list[keras.Variable]) -> None:
@@ -233,7 +235,9 @@ class ModelStep:
             with CallScope(list(zip(variables, values, strict=True)), self.trainable, None):
                 self._forward(leaves, training, layout)
 
-        return LookupTrace(call, variables, layers, layout.batched(batch_size))
+        calls = self._lookup_calls.get(training)
+        num_calls = sum(calls[table] for table in layers) if calls else None
+        return LookupTrace(call, variables, layers, layout.batched(batch_size), num_calls)
 
     def look_up(self, leaves: list[tf.Tensor], training: bool = True, layout: Layout | None = None) -> Lookups:
         """In a graph on a CPU: which rows of `tables` a batch looks up; see `__call__` and `evaluate`."""
@@ -254,10 +258,11 @@ class ModelStep:
         if not self.tables:
             return []
         numbers = self._trace_lookups(self._table_layers, True, self.layout, batch_size).num_lookups
-        if None in numbers:
-            path = self.tables[numbers.index(None)].path
+        known = [number for table in self.tables if (number := numbers[id(table)]) is not None]
+        if len(known) < len(self.tables):
+            path = next(table.path for table in self.tables if numbers[id(table)] is None)
             raise ConfigError(f"model: how many rows of {path} a batch looks up depends on its values; use mode=async")
-        return [number for number in numbers if number is not None]
+        return known
 
     def values(self, ids: Sequence[tf.Tensor] = ()) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What the trainable variables and the state hold now.
