@@ -73,7 +73,7 @@ def test_other_programs_do_not_get_the_job_token(tmp_path: Path, monkeypatch: py
         ("import no_such_module\n", "fail  plugins: {}: it imports no_such_module, which is not installed; install"),
         (
             "import beside\nprint('hello')\n",
-            "fail  plugins: model (mine): no plugin registers it; choose one of cnn, dnn, softmax, tanh",
+            "fail  plugins: model (mine): no plugin registers it; choose one of cnn, dnn, softmax, tanh, two_tower",
         ),
         pytest.param(
             "import tf2dist\ntf2dist.register_model('cnn')(print)\n",
