@@ -59,14 +59,13 @@ def cnn(input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0, ba
 
 
 @register_model("tanh")
-def tanh(
-    input_shape: tuple[int, ...], num_classes: int | None, units: int = 10, learning_rate: float = 0.1
-) -> keras.Model:
+def tanh(input_shape: tuple[int, ...], num_classes: int | None, units: int = 10) -> keras.Model:
     layers = keras.layers
-    # Compiled, since the loss of a model that is not is that of a classifier. `num_classes` is None here.
+    # Compiled, since the loss of a model that is not is that of a classifier. Without an optimizer, so that the options
+    # choose it. `num_classes` is None here.
     hidden = layers.Dense(units, "tanh", name="hidden1")
     model = keras.Sequential([keras.Input(input_shape), hidden, layers.Dense(1, name="output")])
-    model.compile(keras.optimizers.SGD(learning_rate), "mse")
+    model.compile(None, "mse")
     return model
 
 
@@ -81,7 +80,6 @@ def two_tower(
     item = layers.Embedding(num_items, columns, name="items")(x["item"])
     towers = [layers.Dense(columns, name="user_tower")(user), layers.Dense(columns, name="item_tower")(item)]
     model = keras.Model(x, layers.Activation("sigmoid", name="click")(layers.Dot(1, name="match")(towers)))
-    # Without an optimizer, so that it is trained with that of the options.
     model.compile(None, keras.losses.BinaryCrossentropy(), metrics=[keras.metrics.AUC(name="auc")])
     return model
 
