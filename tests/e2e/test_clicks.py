@@ -12,7 +12,7 @@ import tf2dist
 from tests.conftest import Command
 from tf2dist.data.clicks import area_under_curve, make_impressions
 
-NUM_USERS, NUM_ITEMS = 2000, 500
+NUM_USERS, NUM_ITEMS = 20_000, 500  # the table of users is large enough to travel by rows
 OPTIONS = (
     *("experiment=clicks", "cluster=local2", f"data.num_users={NUM_USERS}", f"data.num_items={NUM_ITEMS}"),
     *("data.num_impressions=200000", "data.num_validation=10000", "train.batch_size_per_worker=250"),
@@ -34,7 +34,7 @@ def test_clicks_are_learned(command: Command, mode: str) -> None:
     noted = re.search(r"true probabilities is (\S+) on the validation set, (\S+) on the test set", finished.stderr)
     assert noted, finished
     assert float(noted[2]) == pytest.approx(best, abs=1e-4)
-    assert best - 0.05 < summary["test_auc"] < best, finished
+    assert best - 0.08 < summary["test_auc"] < best, finished
     assert summary["test_examples"] == len(y)
     assert f"auc {summary['test_auc']:.4f} over 10,000 examples" in finished.stdout
 
@@ -45,4 +45,4 @@ def test_clicks_are_learned(command: Command, mode: str) -> None:
     assert int(model.optimizer.iterations.numpy()) == summary["global_step"]
     seen = np.bincount(make_impressions(200_000, NUM_USERS, NUM_ITEMS)[0]["user"][10_000:], minlength=NUM_USERS) > 0
     accumulated = next(slot for slot in model.optimizer.variables if tuple(slot.shape) == (NUM_USERS, 16)).numpy()
-    np.testing.assert_array_equal(accumulated.max(axis=1) > 1.01e-6, seen)
+    np.testing.assert_array_equal(accumulated.max(axis=1) > np.float32(1e-6), seen)
