@@ -14,7 +14,7 @@ import tensorflow as tf
 from tf2dist.process.tf_internals import PartitionedVariable
 
 Values = dict[int, tf.Tensor]  # by id of the part
-PIECE_BYTES = 16 << 20  # of the rows of a table that are read or assigned at once
+PIECE_BYTES = 8 << 20  # of the rows of a table that are read or assigned at once
 
 
 class Part(keras.Variable):
