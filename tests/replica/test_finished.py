@@ -1,5 +1,6 @@
 """The Keras model that a run writes, saved and loaded in one process; `e2e/test_finished` has real runs."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError
+from tf2dist.finished import names
 from tf2dist.finished import predict_command as predict
 from tf2dist.finished.names import saved_variables
 from tf2dist.finished.writing import MODEL_FILE, TEMPORARY, describe, write_model
@@ -248,3 +250,30 @@ def test_a_link_is_replaced_and_what_a_killed_run_has_left_is_removed(tmp_path: 
     assert precious.read_text() == "keep me"
     assert not (run_dir / MODEL_FILE).is_symlink()
     assert sorted(path.name for path in run_dir.iterdir()) == ["model.json", "model.keras"]
+
+
+HUGE = 1 << 42
+
+
+def test_a_model_that_does_not_fit_into_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither written nor loaded; both say in a line what it needs."""
+    model, warnings = trained(nameless), []
+    leave(tmp_path, model, nameless)
+    with open(tmp_path / "table", "wb") as file:
+        file.truncate(HUGE)
+    table = np.memmap(tmp_path / "table", np.uint8, "r")
+    given = model, model.optimizer, lambda: snapshot_of(model, 7).arrays | {"optimizer/table": table}, 7, nameless
+    (tmp_path / MODEL_FILE).unlink()
+    write_model(tmp_path, *given, warnings.append)
+    needs = r"needs 13194\.1 GB of memory, and this machine has \d+\.\d GB free; "
+    assert re.fullmatch(
+        f"model.keras was not written: it {needs}the checkpoints have the model, for load_model", *warnings
+    )
+    assert_same(tf2dist.load_model(tmp_path), tf2dist.load_model(tmp_path, 7))
+
+    (tmp_path / "table").rename(tmp_path / MODEL_FILE)
+    with pytest.raises(ConfigError, match=needs + "load it on another machine"):
+        tf2dist.load_model(tmp_path)
+    monkeypatch.setattr(names, "free_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"needs 0\.0 GB of memory, and this machine has 0\.0 GB free"):
+        tf2dist.load_model(tmp_path, 7)

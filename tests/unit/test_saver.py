@@ -181,6 +181,29 @@ def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping
     assert_same(disk.newest(fail), snapshot(4))
 
 
+def test_a_disk_without_room_to_freeze_the_run(tmp_path: Path) -> None:
+    """Tables are frozen in files."""
+    sent: list[Any] = []
+    disk = Checkpoints(tmp_path, keep=5)
+    saver = Saver(disk, None, ToLauncher("chief-0", sent.append))
+
+    def freeze() -> Frozen:
+        if len(disk.paths()) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return frozen(3)
+
+    for step in (1, 2):
+        disk.save(snapshot(step))
+    saver.save(freeze)
+    saver.wait()
+    text = "the run could not be saved (No space left on device); what was saved before stays"
+    assert sent == [Warned("chief-0", text)]
+    assert steps_on(disk) == [1, 2]
+    saver.save(freeze, stopping=True)
+    assert steps_on(disk) == [2, 3]
+    assert sent[-1] == Saved("chief-0", 3, stopping=True)
+
+
 def test_the_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
     """If the next checkpoint does not fit even then, it is the only one of the run."""
     disk = SmallDisk(tmp_path, keep=5)

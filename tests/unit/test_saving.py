@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tf2dist.checkpoint.facts import Facts, InputFacts, ShardingFacts
-from tf2dist.checkpoint.snapshot import ARRAYS, MANIFEST, Snapshot, Weights, _seal, from_bytes, to_bytes
+from tf2dist.checkpoint.snapshot import ARRAYS, MANIFEST, PIECE_BYTES, Snapshot, Weights, _seal, from_bytes, to_bytes
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.keras_settings import DEFAULTS
 from tf2dist.errors import CheckpointError
@@ -317,3 +318,23 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, keep: int, lef
     assert_same(checkpoints.newest(lambda text: None), snapshot(2))
     checkpoints.save(snapshot(5))
     assert [path.name for path in checkpoints.paths()] == [f"step-{step:010}" for step in left]
+
+
+def test_large_arrays_stay_in_the_file(tmp_path: Path) -> None:
+    """They are checked and used piece by piece; a number that is not finite is found in the last piece, too."""
+    large = np.arange(PIECE_BYTES // 4 * 2 + 14, dtype=np.float32).reshape(-1, 2)
+    arrays = snapshot(1).arrays | {"model/large": large, "model/turned": np.asfortranarray(large[:, ::-1])}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(replace(snapshot(1), arrays=arrays))
+    found = checkpoints.newest(fail)
+    assert found
+    assert [name for name, array in found.arrays.items() if isinstance(array, np.memmap)] == [*arrays][-2:]
+    # Written from the file in which they lie, as when a run goes on.
+    checkpoints.save(replace(found, step=2, facts=facts(2)))
+    assert_same(checkpoints.newest(fail), Snapshot(2, arrays, facts(2)))
+
+    large[-1, -1] = np.inf
+    checkpoints.save(Snapshot(3, arrays, facts(3)))
+    messages: list[str] = []
+    assert_same(checkpoints.newest(messages.append), Snapshot(2, found.arrays, facts(2)))
+    assert "model/large is not finite" in messages[0]
