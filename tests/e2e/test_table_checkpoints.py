@@ -61,19 +61,21 @@ def test_a_killed_run_goes_on_with_other_servers_and_in_the_other_mode(command: 
     options = (*OPTIONS, f"data.num_users={NUM_USERS}")
     run_dir = command.folder / "run"
     process = command.start(*options, f"mode={mode}", *PARTITIONED, "train.steps=1000000", "checkpoint.every_steps=20")
-    wait_until(lambda: steps(run_dir), process, timeout_secs=120)
+    wait_until(lambda: bool(steps(run_dir)), process, timeout_secs=120)
     process.kill()
     command.finish(process)
     step = int(steps(run_dir)[-1].removeprefix("step-"))
     before = newest_arrays(run_dir)
-    for servers in (("cluster.num_ps=1",), ("cluster.num_ps=3", "cluster.placement=partitioned")):
+    clusters: list[tuple[str, ...]] = [("cluster.num_ps=1",), ("cluster.num_ps=3", "cluster.placement=partitioned")]
+    for servers in clusters:
         resumed = command(*options, f"mode={mode}", *servers, f"train.steps={step}")
         assert resumed.code == 0, resumed
         assert f"going on at step {step}" in resumed.stderr
         assert_model_is_the_checkpoint(run_dir)
     for name, array in newest_arrays(run_dir).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
-    for more, mode_after, servers in ((10, "sync", ()), (20, mode, PARTITIONED)):
+    for more, mode_after in ((10, "sync"), (20, mode)):
+        servers = () if mode_after == "sync" else PARTITIONED
         resumed = command(*options, f"mode={mode_after}", *servers, f"train.steps={step + more}")
         assert resumed.code == 0, resumed
         assert_model_is_the_checkpoint(run_dir)
@@ -170,7 +172,7 @@ def test_callbacks_have_the_table_and_change_it(tmp_path: Path, is_builder: bool
         model: Any = two_layers if is_builder else two_layers()
     x, y = np.arange(1000) * 200, np.arange(1000) % 7
     local = tf2dist.Local(workers=2, ps=2)
-    given = {
+    given: dict[str, Any] = {
         "mode": "async",
         "options": ["cluster.placement=partitioned"],
         "cluster": local,
