@@ -129,12 +129,12 @@ class Mirror:
                     f"callbacks: {variable.name} was changed, which the schedule of the learning rate reads, but the "
                     "tasks have schedules of their own; give the optimizer a number, and assign its learning_rate"
                 )
-        arrays, cluster_arrays = self._values(), self._cluster_arrays
-        # Without equal_nan a weight that is NaN would differ from itself and be sent back after every call.
+        # One after the other, which needs no second copy of large ones. Without equal_nan a weight that is NaN would
+        # differ from itself and be sent back after every call.
         changes = {
             name: array
-            for name, array in arrays.items()
-            if not np.array_equal(array, cluster_arrays[name], equal_nan=True)
+            for name, variable in self._named.items()
+            if not np.array_equal(array := _value(variable), self._cluster_arrays[name], equal_nan=True)
         }
         rates = self._learning_rates()
         return changes, rates if rates != self._cluster_rates else ()
