@@ -180,7 +180,7 @@ class Table:
 
     def _tables(self) -> Iterator[Comparison]:
         """Where a step touches a few hundred rows of tables of any size."""
-        few, million, many = "1,000 rows", "1 million rows", "10 million rows"
+        few, million, many = "1 thousand rows", "1 million rows", "10 million rows"
 
         def ours(mode: str, model: str) -> Measure:
             return partial(tables.our_rate, mode, model, self._steps(mode, "tables"))
@@ -197,7 +197,7 @@ class Table:
             old = partial(figures.peer_rate, "old", "async", model, tables.NUM_WORKERS, steps, "")
             contenders = {"tf2dist": ours("async", model), "old program": old}
             yield Comparison(f"tables old {model}", "steps/s", contenders, ("tf2dist", "old program"), 1.2)
-        sent = partial(tables.sent_mb, million, int(2_000 * self._scale))
+        sent = partial(tables.sent_mb, million, int(6_000 * self._scale))
         contenders = {"sent": sent, "rows": partial(tables.rows_mb, million)}
         yield Comparison("tables bytes", "MB", contenders, ("sent", "rows"), 1.1, at_least=False)
         steps = max(20, int(1_000 * self._scale))

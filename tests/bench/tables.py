@@ -47,8 +47,7 @@ def worker_mb(model: str, steps: int) -> float:
 
 def sent_mb(model: str, steps: int) -> float:
     """What an asynchronous worker sends and receives in each of its steps."""
-    more = [*options(model), "cluster.placement=partitioned", "train.steps_per_execution=10"]
-    return links.megabytes_of_a_step("async", 1, steps, *more, num_ps=NUM_PS)
+    return links.megabytes_of_a_step("async", 1, steps, *options(model), "cluster.placement=partitioned", num_ps=NUM_PS)
 
 
 def rows_mb(model: str) -> float:

@@ -28,7 +28,12 @@ HIDDEN_UNITS: dict[str, tuple[int, ...]] = {
     "50 million": (8192, 5376),
 }
 # The rows of each of the two tables of the model of clicks.
-TABLE_ROWS = {"1,000 rows": 1_000, "100,000 rows": 100_000, "1 million rows": 1_000_000, "10 million rows": 10_000_000}
+TABLE_ROWS = {
+    "1 thousand rows": 1_000,
+    "100 thousand rows": 100_000,
+    "1 million rows": 1_000_000,
+    "10 million rows": 10_000_000,
+}
 # In the race to an accuracy.
 NUM_VALIDATION = 5_000
 EVALUATE_EVERY = {"async": 300, "sync": 100}  # global steps, over as many examples

@@ -16,7 +16,13 @@ FEW = {
     "large loopback sync 2 million": {"steps", "loopback"},
 }
 OLD = {"tf2dist", "old program", "old, our threads", "plain port"}
-MORE = {"async softmax": OLD, "sync cnn": OLD, "measuring": {"measured", "unmeasured"}}
+MORE = {
+    "async softmax": OLD,
+    "sync cnn": OLD,
+    "measuring": {"measured", "unmeasured"},
+    "tables keras async": {"tf2dist", "keras fit"},
+    "tables old 100 thousand rows": {"tf2dist", "old program"},
+}
 
 
 @pytest.mark.timeout(620)
