@@ -11,6 +11,8 @@ from tf2dist.model.row_updates import can_be_lazy, is_exact_by_row
 from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import groups_of
 
+XLA_HAS_NO_ROWS = "devices.xla compiles a step for each number of rows"
+
 
 def choose_tables(name: str, step: ModelStep, optimizer: keras.Optimizer, options: dict[str, Any], why_not: str) -> str:
     """Sets `ModelStep.tables`; returns a note on what differs from Keras, or costs time.

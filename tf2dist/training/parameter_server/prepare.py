@@ -4,6 +4,7 @@ import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,7 +16,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.model.evaluate import evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
-from tf2dist.model.row_choice import choose_tables
+from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.placement import placed, print_bytes
@@ -33,12 +34,10 @@ class UpdateRule(abc.ABC):
     Attributes:
         graphs_class: called as ``graphs_class(spec, rule)``.
         scheduler_class: called as ``scheduler_class(coordinator, graphs, num_workers, grace_secs)``.
-        why_no_rows: why tables travel as a whole; empty if their rows may, see `model.lookups`.
     """
 
     graphs_class: Callable[..., PsGraphs]
     scheduler_class: Callable[..., Scheduler]
-    why_no_rows = ""
 
     @abc.abstractmethod
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
@@ -47,6 +46,10 @@ class UpdateRule(abc.ABC):
         Args:
             name: of the model.
         """
+
+    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
+        """Why tables travel as a whole; empty if their rows may, see `model.lookups`."""
+        return ""
 
     @abc.abstractmethod
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> PsOrigin:
@@ -104,8 +107,9 @@ def prepare(
     scope = placed(strategy, config.cluster, cluster.num_ps)
     step, make_optimizer = build_step(source, splits, config, scope)
     note = rule.check_model(source.name, step, splits)
-    why_not = "devices.xla compiles a step for each number of rows" if config.devices.xla else rule.why_no_rows
-    of_tables = choose_tables(source.name, step, make_optimizer(last_step), config.optimizer, why_not)
+    optimizer = make_optimizer(last_step)
+    why_not = XLA_HAS_NO_ROWS if config.devices.xla else rule.why_no_rows(optimizer)
+    of_tables = choose_tables(source.name, step, optimizer, config.optimizer, why_not)
     note = "; ".join(filter(None, (note, of_tables)))
     origin = rule.origin(resumed, sharding, step.metrics.size)
     earlier = earlier_updates(step.earlier_optimizer, resumed)

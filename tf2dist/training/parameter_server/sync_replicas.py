@@ -8,6 +8,7 @@ import math
 import time
 from typing import Any
 
+import keras
 import numpy as np
 
 from tf2dist import data
@@ -28,6 +29,7 @@ from tf2dist.model.checks import (
     check_whole_updates,
 )
 from tf2dist.model.step import ModelStep
+from tf2dist.process.tf_internals import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.calls import quiet_secs
 from tf2dist.training.parameter_server.loop import PsLoop
@@ -114,6 +116,11 @@ class SyncReplicasRule(UpdateRule):
         check_aggregation(name, step, "mode=sync_replicas")
         check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")
         return check_batches(name, step, splits)
+
+    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
+        # The optimizer of a ps gets the rows of each table apart.
+        clips = any(inner.global_clipnorm for inner in inner_optimizers(optimizer))
+        return "global_clipnorm is the norm of all gradients together" if clips else ""
 
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> SyncReplicasOrigin:
         return SyncReplicasOrigin.of(start, sharding)

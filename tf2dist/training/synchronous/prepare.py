@@ -31,7 +31,7 @@ from tf2dist.model.checks import (
 from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.own_step import OwnStep
-from tf2dist.model.row_choice import choose_tables
+from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.tf_internals import counters_of
@@ -208,7 +208,7 @@ def _why_no_rows(
         has_any_batches: whether batches are of any sizes, and TensorFlow gathers.
     """
     if config.devices.xla:
-        return "devices.xla compiles a step for each number of rows"
+        return XLA_HAS_NO_ROWS
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return "a LossScaleOptimizer looks at all gradients of an update"
     if graph_class is not SyncStep:

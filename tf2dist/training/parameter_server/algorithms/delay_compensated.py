@@ -17,9 +17,11 @@ class DelayCompensated(Algorithm):
     """See `Algorithm`."""
 
     needs_pulled_values = True
-    why_no_rows = "algorithm=delay_compensated corrects whole tables"
     # Another update between the correction and its use would change the values that the correction is for.
     runs_alone = True
+
+    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
+        return "algorithm=delay_compensated compares whole tables"
 
     def gradients(
         self, gradients: list[tf.Tensor], pulled: list[tf.Tensor], variables: list[keras.Variable]
