@@ -446,11 +446,11 @@ class AsyncGraphs(PsGraphs):
         return [server.pull(*server.rows.asked(request)) for server, request in parts]
 
     def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
-        parts = zip(self.servers, pushes, call.limits, requests, strict=True)
-        return [
-            server.exchange(push, call.indices, limits[number - 1], *server.rows.asked(request))
-            for server, push, limits, request in parts
-        ]
+        with tf.device("CPU:0"):  # where the ids are
+            pairs = zip(self.servers, pushes, requests, strict=True)
+            pushes = [server.rows.pack_request(push, request) for server, push, request in pairs]
+        parts = zip(self.servers, pushes, call.limits, strict=True)
+        return [server.exchange(push, call.indices, limits[number - 1]) for server, push, limits in parts]
 
     def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
         parts = zip(self.servers, pushes, call.limits, strict=True)

@@ -2,7 +2,8 @@
 
 A worker asks each ps for the rows of its batch by a request, int32: how many ids of each table, then the ids as the ps
 counts them. The rows come behind what else is pulled, in the same vector. What is pushed ends with the request, as the
-bits of floats, and with the gradients of the rows. So rows cost no transfer of their own.
+bits of floats, with the gradients of the rows, and with the request of the next step. So rows cost no transfer of their
+own, each of which adds some 700 bytes and a call.
 """
 
 from collections.abc import Sequence
@@ -104,6 +105,25 @@ class RowsLayout:
             return parcel
         return self.append(parcel, gradients, tf.bitcast(request, tf.float32))
 
+    def pack_request(self, parcel: Parcel, request: Request) -> Parcel:
+        """A push with the request of the next step at its end."""
+        if request is None:
+            return parcel
+        first, *others = parcel
+        return [tf.concat([first, tf.bitcast(request, tf.float32)], 0), *others]
+
+    def next_request(self, added: tf.Tensor | None) -> list[tf.Tensor]:
+        """What `pack_request` has added, as the arguments of a pull."""
+        if added is None:
+            return []
+        return [tf.bitcast(added[self._end_of_gradients(added) :], tf.int32)]
+
+    def _end_of_gradients(self, added: tf.Tensor) -> tf.Tensor:
+        number = len(self.tables)
+        counts = tf.bitcast(added[:number], tf.int32)
+        size = tf.reduce_sum(counts * self._columns)
+        return number + tf.reduce_sum(counts) + ((size + 1) // 2 if self._narrow else size)
+
     def gradients(self, added: tf.Tensor | None) -> "list[RowGradient]":
         """The ids and the gradients of each table in what `pack_gradients` has added."""
         if added is None:
@@ -112,7 +132,8 @@ class RowsLayout:
         counts = tf.bitcast(added[:number], tf.int32)
         size = number + tf.reduce_sum(counts)
         request = tf.bitcast(added[:size], tf.int32)
-        return list(zip(self.ids(request), self.rows(added[size:], request), strict=True))
+        flat = added[size : self._end_of_gradients(added)]
+        return list(zip(self.ids(request), self.rows(flat, request), strict=True))
 
 
 RowGradient = tuple[tf.Tensor, tf.Tensor]  # the ids of rows, each once, and their gradients

@@ -252,13 +252,13 @@ class ParameterServer(ModelPart):
 
     @functools.cached_property
     def exchange(self) -> Callable[..., Parcel]:
-        """``exchange(pushed, indices, limit, *request)``: a push and the next step's pull, in one call.
+        """``exchange(pushed, indices, limit)``: a push and the next step's pull, in one call; see `RowsLayout`.
 
         What a call costs is much of a small model's step. Traced at its first use, since calls of one step, those of
         deep models, never need it.
         """
         with tf.init_scope():
-            return self.on_device(self._exchange, *self._signature, *self.rows.request_types)
+            return self.on_device(self._exchange, *self._signature)
 
     def _pull(self, *request: tf.Tensor) -> Parcel:
         """All variables, and the updates applied so far, as they travel; of tables the rows of the request."""
@@ -283,9 +283,10 @@ class ParameterServer(ModelPart):
         with tf.control_dependencies([self._admit(pushed, indices, limit)]):
             return self.counters.after(indices)
 
-    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor, *request: tf.Tensor) -> Parcel:
+    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         self._admit(pushed, indices, limit)
-        return self._pull(*request)
+        _, added = self.rows.split(pushed, self._push_layout.specs)
+        return self._pull(*self.rows.next_request(added))
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.
