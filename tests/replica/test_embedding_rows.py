@@ -56,9 +56,9 @@ def config_of(batch_size: int = BATCH, optimizer: dict[str, Any] | None = None, 
     return replace(config, cluster=cluster, train=train, optimizer=config.optimizer | (optimizer or {}))
 
 
-def by_keras(model: keras.Model, splits: data.Splits) -> list[np.ndarray]:
+def by_keras(model: keras.Model, splits: data.Splits, batch_size: int = BATCH) -> list[np.ndarray]:
     """The weights after the same steps in one process, where the gradients of a row are added up before an update."""
-    sharding = Sharding(len(splits.train), BATCH, 1, 0, whole_batch_loss=True)
+    sharding = Sharding(len(splits.train), batch_size, 1, 0, whole_batch_loss=True)
     for index, weights in pipeline.batches(lambda i: [i], sharding, 0, InputPosition()).take(STEPS).as_numpy_iterator():
         x, y, _ = splits.layout.pack(splits.train.take(index[weights > 0]))
         with tf.GradientTape() as tape:

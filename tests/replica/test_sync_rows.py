@@ -8,23 +8,16 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config
-from tests.replica.test_embedding_rows import COLUMNS, OPTIMIZERS, ROWS, SPLITS, model_of
+from tests.replica.test_embedding_rows import BATCH, COLUMNS, OPTIMIZERS, ROWS, SPLITS, STEPS, by_keras, model_of
 from tf2dist.config.schema import RunConfig
-from tf2dist.data import pipeline
-from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.testing import SyncWorker, SyncWorkers
 
-STEPS, TIMEOUT_SECS = 12, 300.0
+TIMEOUT_SECS = 300.0
 layers = keras.layers
 pytestmark = pytest.mark.timeout(400)
-
-
-def two_tables(optimizer: Callable[[], Any]) -> keras.Model:
-    return model_of(optimizer())
 
 
 def tables_alone() -> keras.Model:
@@ -55,12 +48,12 @@ def masked() -> keras.Model:
 def chosen_by_path() -> keras.Model:
     inner = {".*items.*": keras.optimizers.SGD(0.5, global_clipnorm=0.01), ".*shared.*": keras.optimizers.Adagrad(0.1)}
     by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, global_clipnorm=0.1), inner)
-    return model_of(keras.optimizers.MultiOptimizer(by_path))
+    return model_of(lambda: keras.optimizers.MultiOptimizer(by_path))
 
 
 MODELS: dict[str, Callable[[], keras.Model]] = {
-    **{name: functools.partial(two_tables, optimizer) for name, optimizer in OPTIMIZERS.items()},
-    "adam": functools.partial(two_tables, keras.optimizers.Adam),
+    **{name: functools.partial(model_of, optimizer) for name, optimizer in OPTIMIZERS.items()},
+    "adam": functools.partial(model_of, keras.optimizers.Adam),
     "alone": tables_alone,
     "masked": masked,
     "chosen": chosen_by_path,
@@ -75,7 +68,7 @@ class Training(NamedTuple):
     note: str
 
 
-def config_of(batch_size: int = 50, optimizer: dict[str, Any] | None = None, **of_cluster: Any) -> RunConfig:
+def config_of(batch_size: int = BATCH, optimizer: dict[str, Any] | None = None, **of_cluster: Any) -> RunConfig:
     config = run_config(batch_size=batch_size, steps_per_execution=3)
     train, cluster = replace(config.train, steps=STEPS), replace(config.cluster, **of_cluster)
     return replace(config, train=train, cluster=cluster, optimizer=config.optimizer | (optimizer or {}))
@@ -97,19 +90,7 @@ def train(worker: SyncWorker, runs: list[tuple[str, RunConfig]]) -> list[Trainin
     return trained
 
 
-def by_keras(model: keras.Model, batch_size: int = 50) -> list[np.ndarray]:
-    """The weights after the same steps in one process, where the gradients of a row are added up before an update."""
-    sharding = Sharding(len(SPLITS.train), batch_size, 1, 0, whole_batch_loss=True)
-    for index, weights in pipeline.batches(lambda i: [i], sharding, 0, InputPosition()).take(STEPS).as_numpy_iterator():
-        x, y, _ = SPLITS.layout.pack(SPLITS.train.take(index[weights > 0]))
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(x, y, model(x, training=True))
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        model.optimizer.apply([tf.convert_to_tensor(g) for g in gradients], model.trainable_variables)
-    return [v.numpy() for v in model.trainable_variables]
-
-
-def assert_equals_keras(name: str, trainings: list[Training], batch_size: int = 50) -> None:
+def assert_equals_keras(name: str, trainings: list[Training], batch_size: int = BATCH) -> None:
     first, *others = trainings
     assert len(first.tables) == 2
     assert first.updates == STEPS
@@ -117,7 +98,7 @@ def assert_equals_keras(name: str, trainings: list[Training], batch_size: int = 
         for found, expected in zip(other.weights, first.weights, strict=True):
             np.testing.assert_array_equal(found, expected)
     expected = MODELS[name]()
-    for found, wanted in zip(first.weights, by_keras(expected, batch_size), strict=True):
+    for found, wanted in zip(first.weights, by_keras(expected, SPLITS, batch_size), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
     test = SPLITS.test
     assert test is not None
@@ -132,7 +113,7 @@ EXACT = [*OPTIMIZERS, "alone", "masked", "chosen"]
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_equal_keras(sync_workers: SyncWorkers, num_workers: int) -> None:
     """Rows are looked up several times in a batch and by several workers, and the last step of a pass is short."""
-    runs = [(name, config_of(50 // num_workers)) for name in EXACT]
+    runs = [(name, config_of(BATCH // num_workers)) for name in EXACT]
     on_workers = sync_workers(train, num_workers, (runs,), TIMEOUT_SECS)
     for name, *trainings in zip(EXACT, *on_workers, strict=True):
         assert_equals_keras(name, trainings)
@@ -143,3 +124,36 @@ def test_workers_whose_batches_are_padding(sync_workers: SyncWorkers) -> None:
     runs = [("adagrad", config_of(190, all_reduce=which)) for which in ("tf2dist", "tensorflow")]
     for trainings in zip(*sync_workers(train, 3, (runs,), TIMEOUT_SECS), strict=True):
         assert_equals_keras("adagrad", list(trainings), 570)
+
+
+def test_lazy_rows(sync_workers: SyncWorkers) -> None:
+    """Without the option all rows move, as in Keras; and a row that padding looks up does not count as looked up."""
+    lazy = config_of(190, optimizer={"lazy_rows": True})
+    of_each = sync_workers(train, 3, ([("adam", config_of(190)), ("adam", lazy)],), TIMEOUT_SECS)
+    for whole, by_row in of_each:
+        assert not whole.tables
+        assert "its 20,001 rows travel in each step, since Adam" in whole.note
+        assert len(by_row.tables) == 2
+        assert "Adam changes only the rows that a batch looks up" in by_row.note
+        for found, wanted in zip(whole.weights, by_keras(MODELS["adam"](), SPLITS, 570), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+        before, after = MODELS["adam"]().get_layer("items").embeddings.numpy(), by_row.weights[1]
+        assert set(np.flatnonzero((before != after).any(1))) == set(np.unique(SPLITS.train.x["item"]))
+    np.testing.assert_array_equal(of_each[0][1].weights[1], of_each[2][1].weights[1])
+
+
+def test_narrow_rows(sync_workers: SyncWorkers) -> None:
+    config = config_of(BATCH // 2, transfer_dtype="bfloat16")
+    for (training,) in sync_workers(train, 2, ([("sgd", config)],), TIMEOUT_SECS):
+        differences = [
+            abs(a - b).max() for a, b in zip(training.weights, by_keras(MODELS["sgd"](), SPLITS), strict=True)
+        ]
+        assert 0 < max(differences) < 0.01
+
+
+def test_tables_of_local_sgd_are_averaged_as_a_whole(sync_workers: SyncWorkers) -> None:
+    config = config_of(BATCH // 2)
+    config = replace(config, algorithm=replace(config.algorithm, kind="local_sgd", local_steps=2))
+    for (training,) in sync_workers(train, 2, ([("sgd", config)],), TIMEOUT_SECS):
+        assert not training.tables
+        assert "algorithm=local_sgd averages whole variables" in training.note
