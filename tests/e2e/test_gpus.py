@@ -97,6 +97,25 @@ def test_each_mode_computes_on_the_workers_gpus_alone(
     assert gpus.num_processes() == 2
 
 
+def test_rows_of_tables_on_gpus(command: Command, tmp_path: Path) -> None:
+    """They are looked up, and their gradients computed, on the GPUs, with the results of CPUs."""
+    clicks = ["data=clicks", "data.num_users=40000", "data.num_impressions=6000", "data.num_validation=500"]
+    clicks += ["model=two_tower", "optimizer=adagrad", "train.steps=20"]
+    found = {}
+    for mode, replicas in (("async", 1), ("sync", 2)):
+        for count in (0, replicas):
+            run_dir = f"{mode}-{replicas}-{count}"
+            gpus = FakeGpus(count, tmp_path / f"gpus-{run_dir}")
+            cluster = f"cluster=local{replicas}"
+            end = command(*clicks, f"mode={mode}", cluster, run_dir=run_dir, env=gpus.env if count else {})
+            assert end.code == 0, end
+            assert "travel in each step" not in end.stderr, "the tables must not travel as a whole"
+            found[mode, replicas, count] = weights(end)
+            if count:
+                assert gpus.kernels().keys() == {f"worker-{index}/GPU:0" for index in range(replicas)}
+        assert_equal(found[mode, replicas, replicas], found[mode, replicas, 0], atol=1e-5)
+
+
 def test_a_run_moves_from_cpus_to_a_gpu_and_back(command: Command, tmp_path: Path) -> None:
     for mode, steps, gpus in [("sync", 10, None), ("async", 20, FakeGpus(1, tmp_path / "gpus")), ("sync", 30, None)]:
         end = succeed(command, gpus, "cluster=local1", f"mode={mode}", f"train.steps={steps}")

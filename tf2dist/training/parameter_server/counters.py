@@ -67,7 +67,8 @@ class Counters:
         self._values = tf.Variable(tf.zeros([size], tf.float64), trainable=False, name="counters")
 
     def restore(self, counts: Counts) -> None:
-        parts = [np.array([counts.applied]), counts.totals.ravel(), counts.metrics, counts.staleness]
+        metrics = counts.metrics[: self._num_metrics]
+        parts = [np.array([counts.applied]), counts.totals.ravel(), metrics, counts.staleness]
         self._values.assign(np.concatenate(parts))
 
     def now(self) -> Counts:

@@ -84,14 +84,14 @@ class Call:
         local_steps: its steps that the ps have counted before the call.
         numbers: of its batches, int64 [steps].
         limits: on each ps for each step, the updates beyond which it is refused; with mode=sync_replicas the ps know.
-        indices: where the updates of the worker are counted with mode=async.
+        indices: where each ps counts the updates of the worker with mode=async.
     """
 
     worker: tf.Tensor
     local_steps: tf.Tensor
     numbers: tf.Tensor
     limits: Sequence[Sequence[tf.Tensor]] = ()
-    indices: tf.Tensor | None = None
+    indices: Sequence[tf.Tensor] = ()
 
 
 class PsGraphs(abc.ABC):
@@ -143,7 +143,7 @@ class PsGraphs(abc.ABC):
                 make_optimizer=self.new_optimizer,
                 optimizer_name=spec.config.optimizer["name"],
                 num_workers=spec.sharding.num_shards,
-                num_metrics=spec.step.metrics.size,
+                num_metrics=spec.step.metrics.size if device == devices[0] else 0,  # the sums are read from one ps
                 is_whole=len(devices) == 1,
                 keeps_rate=spec.plan is None,
                 earlier_updates=spec.earlier_updates,
@@ -415,7 +415,8 @@ class AsyncGraphs(PsGraphs):
         for server, one, request, rows in zip(self.servers, unpacked, routed.requests, of_rows, strict=True):
             layout = server.push_layout(self._decays)
             back = [values[id(v)] for v in layout.pulled]
-            parcel = layout.pack([changes[id(v)] for v in layout.variables], one.applied, output.sums, back)
+            sums = output.sums[: server.num_sums]
+            parcel = layout.pack([changes[id(v)] for v in layout.variables], one.applied, sums, back)
             pushes.append(server.rows.pack_gradients(parcel, request, rows))
         return pushes, output.sums[0]
 
@@ -439,7 +440,7 @@ class AsyncGraphs(PsGraphs):
             with tf.device(server.device):  # a tensor of the worker's would cost a transfer in each step
                 has_batch = tf.range(num_steps, dtype=tf.int64) < count
                 limits.append(tf.unstack(tf.where(has_batch, own, NO_UPDATE)))
-        return Call(worker, local_steps, numbers, limits, self.servers[0].counters.indices(worker))
+        return Call(worker, local_steps, numbers, limits, [server.counters.indices(worker) for server in self.servers])
 
     def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
         parts = zip(self.servers, requests, strict=True)
@@ -449,12 +450,12 @@ class AsyncGraphs(PsGraphs):
         with tf.device("CPU:0"):  # where the ids are
             pairs = zip(self.servers, pushes, requests, strict=True)
             pushes = [server.rows.pack_request(push, request) for server, push, request in pairs]
-        parts = zip(self.servers, pushes, call.limits, strict=True)
-        return [server.exchange(push, call.indices, limits[number - 1]) for server, push, limits in parts]
+        parts = zip(self.servers, pushes, call.indices, call.limits, strict=True)
+        return [server.exchange(push, indices, limits[number - 1]) for server, push, indices, limits in parts]
 
     def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
-        parts = zip(self.servers, pushes, call.limits, strict=True)
-        first, *_ = [server.push(push, call.indices, limits[number - 1]) for server, push, limits in parts]
+        parts = zip(self.servers, pushes, call.indices, call.limits, strict=True)
+        first, *_ = [server.push(push, indices, limits[number - 1]) for server, push, indices, limits in parts]
         return first
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -28,7 +28,7 @@ from tf2dist.process.tf_internals import (
     undecayed,
 )
 from tf2dist.training.parameter_server.atomic import make_atomic, state_update
-from tf2dist.training.parameter_server.counters import Counters, Counts
+from tf2dist.training.parameter_server.counters import ONES, Counters, Counts
 from tf2dist.training.parameter_server.rows import RowsLayout
 from tf2dist.training.parameter_server.storage import Kinds, PackedStorage, Storage, adopt_slots, allocate_storage
 from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
@@ -52,7 +52,7 @@ class PartSpec:
         make_optimizer: for the ps.
         optimizer_name: for messages.
         num_workers: that push.
-        num_metrics: numbers that every update adds to the sums of the metrics.
+        num_metrics: numbers that every update adds to the sums of the metrics; 0 where they are not kept.
         is_whole: whether the model has no other part.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
         earlier_updates: that the optimizer has applied before this run; they count for its schedule.
@@ -153,6 +153,7 @@ class ParameterServer(ModelPart):
     Attributes:
         pull_layout: of what `pull` and `exchange` return.
         push: ``push(pushed, indices, limit)``: applies one update; see `_admit`.
+        num_sums: how many of the sums of a step it counts.
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
     """
 
@@ -173,6 +174,7 @@ class ParameterServer(ModelPart):
             self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
             self.stop_at = tf.Variable(NEVER, dtype=tf.int64, trainable=False, name="stop_at")
             self.counters = Counters(spec.num_workers, spec.num_metrics)
+            self.num_sums = self.counters.added - len(ONES)
             # Of the updates of rows that of plain SGD alone is one operation.
             rows_alone = any(not is_one_operation(self.optimizer_of[id(table)]) for table in spec.tables)
             runs_alone = rows_alone or algorithm.runs_alone
