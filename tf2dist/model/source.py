@@ -71,8 +71,10 @@ def build_step(
         if has_own_step(model):
             return _build_own_step(source, splits, model)
     if not model.compiled:
-        # Keras builds the losses and metrics of a compiled model only.
-        compile_classifier(source.name, model, splits.num_classes, None)
+        # Keras builds the losses and metrics of a compiled model only. Its optimizer is taken off again, unused: one
+        # compiled without could not be cloned.
+        compile_classifier(source.name, model, splits.num_classes, "sgd")
+        model.optimizer = None
         x, _, _ = splits.layout.symbolic()
         checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
     if model.optimizer:
@@ -178,7 +180,7 @@ def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callab
 
 
 def compile_classifier(
-    name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | None
+    name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | str
 ) -> None:
     """Compiles a model that gives the logits of classes.
 
