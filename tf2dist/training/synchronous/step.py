@@ -233,8 +233,6 @@ class SyncStep:
     def _replica_step(self, element: Any, shared: tf.Tensor) -> list[tf.Tensor]:
         """One step of one replica; returns the sums of what all replicas contribute, and the gradients of rows."""
         output, ids, state, share = self.computed(element)
-        tables = set(map(id, self.step.tables))
-        pairs = list(zip(self.step.trainable, output.gradients, strict=True))
         # Changes rather than values: their weighted sum over the replicas is the mean, which is added to the old value.
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         changes = [
@@ -243,10 +241,15 @@ class SyncStep:
         ]
         weights = [output.weight[None]] if self.step.weighs_losses else []
         vectors = output.sums, shared, *weights, *self._feed.extra(element)
+        if not self._rows:
+            return self.reduced(self._buckets.pack([*output.gradients, *changes], *vectors))
+        tables = set(map(id, self.step.tables))
+        pairs = list(zip(self.step.trainable, output.gradients, strict=True))
         gradients = [gradient for variable, gradient in pairs if id(variable) not in tables]
         of_rows = [gradient for variable, gradient in pairs if id(variable) in tables]
-        buckets = self._buckets.pack([*gradients, *changes], *vectors)
-        return self.exchanged(buckets, self._rows.pack(ids, of_rows, share)) if self._rows else self.reduced(buckets)
+        return self.exchanged(
+            self._buckets.pack([*gradients, *changes], *vectors), self._rows.pack(ids, of_rows, share)
+        )
 
     def _decay(self, variable: keras.Variable) -> float:
         return self.step.trace.decays.get(id(variable), 1.0)
