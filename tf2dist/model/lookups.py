@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tf2dist.data.layout import Layout
+from tf2dist.errors import ConfigError
 from tf2dist.model.packing import is_large
 from tf2dist.model.recurrence import reached_from
 from tf2dist.process.tf_internals import layers_of, table_of
@@ -159,3 +161,100 @@ class LookupTrace:
         found = {table: tf.concat(own, 0) for table, own in ids.items() if own}
         self.num_lookups = {table: own.shape[0] for table, own in found.items()}
         return list(found.values())
+
+
+class TableLookups:
+    """The look-ups of the calls of a model in its large tables.
+
+    Attributes:
+        tables: those trainable variables of which a step takes rows in the place of their values.
+
+    Args:
+        layout: of the training data.
+        variables: returns all variables of the model and its metrics.
+        call: ``call(values, leaves, training, layout)``: calls the model, with values for these.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        layout: Layout,
+        variables: Callable[[], list[keras.Variable]],
+        call: Callable[[list[tf.Tensor], list[tf.Tensor], bool, Layout], None],
+    ) -> None:
+        self.tables: list[keras.Variable] = []
+        self._model, self._layout, self._variables, self._call = model, layout, variables, call
+        self._layers: dict[int, list[keras.layers.Embedding]] = {}  # of `tables`, in their order
+        self._num_calls: dict[bool, dict[int, int]] = {}  # by whether the call is in training
+        self._traces: dict[tuple[bool, int], LookupTrace] = {}
+
+    def find(self, trainable: list[keras.Variable]) -> list[keras.Variable]:
+        """The trainable variables that may become `tables`: all calls only look rows up in them."""
+        trained = set(map(id, trainable))
+        layers = {table: layers for table, layers in tables_of(self._model).items() if table in trained}
+        for training in (True, False) if layers else ():
+            trace = self._trace(layers, training, self._layout)
+            layers = {table: layers for table, layers in layers.items() if table not in trace.read_whole}
+            self._num_calls[training] = trace.num_calls
+        return [variable for variable in trainable if id(variable) in layers]
+
+    def choose(self, tables: list[keras.Variable]) -> None:
+        """Makes some of those that `find` returns the `tables`."""
+        self.tables, layers = tables, tables_of(self._model)
+        self._layers = {id(table): layers[id(table)] for table in tables}
+
+    def is_table(self, variable: keras.Variable) -> bool:
+        return id(variable) in self._layers
+
+    def look_up(self, leaves: list[tf.Tensor], training: bool = True, layout: Layout | None = None) -> Lookups:
+        """In a graph on a CPU: which rows of `tables` a batch looks up.
+
+        Args:
+            layout: of the batch; None for that of the training data.
+        """
+        if not self.tables:
+            return Lookups([], [])
+        layout = layout or self._layout
+        key = training, id(layout)
+        if key not in self._traces:
+            with tf.init_scope():
+                self._traces[key] = self._trace(self._layers, training, layout)
+        return self._traces[key](leaves)
+
+    def num_lookups(self, batch_size: int) -> list[int]:
+        """How many rows of each of `tables` a training batch looks up.
+
+        Raises:
+            ConfigError: that depends on the values in the batch.
+        """
+        if not self.tables:
+            return []
+        numbers = self._trace(self._layers, True, self._layout, batch_size).num_lookups
+        known = [number for table in self.tables if (number := numbers[id(table)]) is not None]
+        if len(known) < len(self.tables):
+            path = next(table.path for table in self.tables if numbers[id(table)] is None)
+            raise ConfigError(f"model: how many rows of {path} a batch looks up depends on its values; use mode=async")
+        return known
+
+    def reading(
+        self, rows: Sequence[tf.Tensor], positions: Sequence[tf.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """The block in which the layers take what they look up from rows of `tables`; see `RowReader`."""
+        if not self.tables:
+            return contextlib.nullcontext()
+        layers = [layer for layers in self._layers.values() for layer in layers]
+        return reading(layers, RowReader(self.tables, rows, positions))
+
+    def _trace(
+        self,
+        layers: dict[int, list[keras.layers.Embedding]],
+        training: bool,
+        layout: Layout,
+        batch_size: int | None = None,
+    ) -> LookupTrace:
+        def call(values: list[tf.Tensor], leaves: list[tf.Tensor]) -> None:
+            self._call(values, leaves, training, layout)
+
+        calls = self._num_calls.get(training)
+        num_calls = sum(calls[table] for table in layers) if calls else None
+        return LookupTrace(call, self._variables(), layers, layout.batched(batch_size), num_calls)

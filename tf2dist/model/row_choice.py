@@ -27,7 +27,7 @@ def choose_tables(name: str, step: ModelStep, optimizer: keras.Optimizer, option
         ConfigError: the optimizer cannot update rows as asked.
     """
     lazily = options.get(LAZY_ROWS, False)
-    tables = [] if isinstance(step, OwnStep) else step.find_tables()
+    tables = [] if isinstance(step, OwnStep) else step.lookups.find(step.trainable)
     if why_not:
         tables, whole = [], tables
         return "; ".join(_whole(table, why_not) for table in whole)
@@ -51,7 +51,7 @@ def choose_tables(name: str, step: ModelStep, optimizer: keras.Optimizer, option
             notes.append(
                 _whole(table, f"{kind} also changes rows that a batch does not look up; take Adagrad or SGD{way_out}")
             )
-    step.let_rows_travel(chosen)
+    step.lookups.choose(chosen)
     return "; ".join(notes)
 
 

@@ -1,8 +1,8 @@
 """The training step of all modes: forward pass, loss, gradients and metrics as a pure function of its inputs."""
 
-import contextlib
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -10,10 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.errors import ConfigError
 from tf2dist.model.call_scope import CallScope, read_directly, recording
 from tf2dist.model.gathering import num_calls
-from tf2dist.model.lookups import Lookups, LookupTrace, RowReader, reading, tables_of
+from tf2dist.model.lookups import TableLookups
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.process.parts import read_rows
@@ -117,16 +116,14 @@ class ModelStep:
         sums_losses: whether the losses are sums over the batch instead of means.
         outside: variables that a step reads where they are, since they are not the model's, such as the factor of a
             penalty that a callback changes; by names for checkpoints, which their order gives.
-        tables: those trainable variables of which a step takes rows in the place of their values, see `lookups`.
+        lookups: of the calls in large tables.
     """
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
         self.model, self.layout = model, layout
         self.loss_scale: float | keras.Variable | None = None
         self.earlier_optimizer: keras.Optimizer | None = None
-        self.tables: list[keras.Variable] = []
-        self._lookup_calls: dict[bool, dict[int, int]] = {}  # by whether the call is in training
-        self._lookup_traces: dict[tuple[bool, int], LookupTrace] = {}
+        self.lookups = TableLookups(model, layout, self._all_variables, self._call_with)
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self.divide_variables(list(model.trainable_variables))
         self._build_metrics()
@@ -206,63 +203,19 @@ class ModelStep:
         }
         return {name: values[id(v)] for name, v in generators(self.model).items()}
 
-    def find_tables(self) -> list[keras.Variable]:
-        """The trainable variables that may become `tables`: all calls only look rows up in them."""
-        trained = set(map(id, self.trainable))
-        layers = {table: layers for table, layers in tables_of(self.model).items() if table in trained}
-        for training in (True, False) if layers else ():
-            trace = self._trace_lookups(layers, training, self.layout)
-            layers = {table: layers for table, layers in layers.items() if table not in trace.read_whole}
-            self._lookup_calls[training] = trace.num_calls
-        return [variable for variable in self.trainable if id(variable) in layers]
+    @property
+    def tables(self) -> list[keras.Variable]:
+        """Those trainable variables of which a step takes rows in the place of their values."""
+        return self.lookups.tables
 
-    def let_rows_travel(self, tables: list[keras.Variable]) -> None:
-        """Makes some of those that `find_tables` returns the `tables` of the step."""
-        self.tables = tables
-        layers = tables_of(self.model)
-        self._table_layers = {id(table): layers[id(table)] for table in tables}
+    def _all_variables(self) -> list[keras.Variable]:
+        """Of the model and its metrics."""
+        return [*self.trainable, *self.others, *self.metrics.variables]
 
-    def _trace_lookups(
-        self,
-        layers: dict[int, list[keras.layers.Embedding]],
-        training: bool,
-        layout: Layout,
-        batch_size: int | None = None,
-    ) -> LookupTrace:
-        variables = [*self.trainable, *self.others, *self.metrics.variables]
-
-        def call(values: list[tf.Tensor], leaves: list[tf.Tensor]) -> None:
-            with CallScope(list(zip(variables, values, strict=True)), self.trainable, None):
-                self._forward(leaves, training, layout)
-
-        calls = self._lookup_calls.get(training)
-        num_calls = sum(calls[table] for table in layers) if calls else None
-        return LookupTrace(call, variables, layers, layout.batched(batch_size), num_calls)
-
-    def look_up(self, leaves: list[tf.Tensor], training: bool = True, layout: Layout | None = None) -> Lookups:
-        """In a graph on a CPU: which rows of `tables` a batch looks up; see `__call__` and `evaluate`."""
-        layout, number = layout or self.layout, (training, id(layout))
-        if not self.tables:
-            return Lookups([], [])
-        if number not in self._lookup_traces:
-            with tf.init_scope():
-                self._lookup_traces[number] = self._trace_lookups(self._table_layers, training, layout)
-        return self._lookup_traces[number](leaves)
-
-    def num_lookups(self, batch_size: int) -> list[int]:
-        """How many rows of each of `tables` a training batch looks up.
-
-        Raises:
-            ConfigError: that depends on the values in the batch.
-        """
-        if not self.tables:
-            return []
-        numbers = self._trace_lookups(self._table_layers, True, self.layout, batch_size).num_lookups
-        known = [number for table in self.tables if (number := numbers[id(table)]) is not None]
-        if len(known) < len(self.tables):
-            path = next(table.path for table in self.tables if numbers[id(table)] is None)
-            raise ConfigError(f"model: how many rows of {path} a batch looks up depends on its values; use mode=async")
-        return known
+    def _call_with(self, values: list[tf.Tensor], leaves: list[tf.Tensor], training: bool, layout: Layout) -> None:
+        """Calls the model with values for `_all_variables`."""
+        with CallScope(list(zip(self._all_variables(), values, strict=True)), self.trainable, None):
+            self._forward(leaves, training, layout)
 
     def values(self, ids: Sequence[tf.Tensor] = ()) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """What the trainable variables and the state hold now.
@@ -326,7 +279,7 @@ class ModelStep:
             number: of the step whose random numbers are drawn.
         """
         place = tf.constant([0, number], tf.int64)
-        lookups = self.look_up(leaves, training)
+        lookups = self.lookups.look_up(leaves, training)
         trainable, state = self.values(lookups.ids)
         with (
             self._scope(trainable, state, self.metrics.zeros(), place, None) as scope,
@@ -392,15 +345,10 @@ class ModelStep:
             tape.watch(trainable)  # a tape records variables by itself, but not what is computed from tensors
         return CallScope(self.scope_values(trainable, state, metrics, place), self.trainable, tape, self.tables)
 
-    def _reading(
-        self, trainable: list[tf.Tensor], positions: Sequence[tf.Tensor]
-    ) -> contextlib.AbstractContextManager[None]:
+    def _reading(self, trainable: list[tf.Tensor], positions: Sequence[tf.Tensor]) -> AbstractContextManager[None]:
         """The block in which layers take their rows from the values of `tables`."""
-        if not self.tables:
-            return contextlib.nullcontext()
-        values = dict(zip(map(id, self.trainable), trainable, strict=True))
-        reader = RowReader(self.tables, [values[id(table)] for table in self.tables], positions)
-        return reading([layer for layers in self._table_layers.values() for layer in layers], reader)
+        pairs = zip(self.trainable, trainable, strict=True) if self.tables else ()
+        return self.lookups.reading([value for v, value in pairs if self.lookups.is_table(v)], positions)
 
     def scope_values(
         self, trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], place: tf.Tensor
@@ -409,8 +357,7 @@ class ModelStep:
         values = dict(zip(map(id, self.state), state, strict=True)) | self._generators(place)
         others = [(variable, values[id(variable)]) for variable in self.others]
         of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
-        tables = set(map(id, self.tables))
-        trained = [pair for pair in zip(self.trainable, trainable, strict=True) if id(pair[0]) not in tables]
+        trained = [p for p in zip(self.trainable, trainable, strict=True) if not self.lookups.is_table(p[0])]
         return [*trained, *others, *of_metrics]
 
     def _generators(self, place: tf.Tensor) -> dict[int, tf.Tensor]:
@@ -463,10 +410,9 @@ class ModelStep:
         # Zeros for a variable that the loss does not reach: every gradient has its place in the vector that is sent.
         gradient_parts = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in gradient_parts]
-        tables = set(map(id, self.tables))
-        pairs = zip(self.trainable, gradients, strict=True)
         # Those of a row that is looked up several times are added up.
-        gradients = [tf.convert_to_tensor(g) if id(v) in tables else g for v, g in pairs]
+        pairs = zip(self.trainable, gradients, strict=True)
+        gradients = [tf.convert_to_tensor(g) if self.lookups.is_table(v) else g for v, g in pairs]
         if self.loss_scale is None or isinstance(self.loss_scale, keras.Variable):
             return gradients
         return [gradient / self.loss_scale for gradient in gradients]

@@ -220,7 +220,7 @@ class PsGraphs(abc.ABC):
     def _evaluated(self, values: Values, leaves: list[tf.Tensor], layout: Layout) -> tf.Tensor:
         """The sums over some examples; see `ModelStep.evaluate`."""
         with tf.device("CPU:0"):
-            routed = self.routing.route(self.step.look_up(leaves, False, layout))
+            routed = self.routing.route(self.step.lookups.look_up(leaves, False, layout))
         rows = []
         for server, request in zip(self.servers, routed.requests, strict=True):
             flat = None if request is None else server.read_rows(request)[0]
@@ -307,7 +307,7 @@ class PsGraphs(abc.ABC):
 
     def _route(self, batch: list[tf.Tensor]) -> Routed:
         """Whom to ask for the rows of a batch."""
-        return self.routing.route(self.step.look_up(batch[: len(self.step.layout.specs)]))
+        return self.routing.route(self.step.lookups.look_up(batch[: len(self.step.layout.specs)]))
 
     def unpack(self, pulled: list[Parcel], requests: list[Request]) -> tuple[list[Pulled], list[list[tf.Tensor]]]:
         """What was pulled from each ps, and the rows of its tables."""
@@ -333,10 +333,10 @@ class PsGraphs(abc.ABC):
 
     def divide(self, gradients: list[tf.Tensor], requests: list[Request]) -> tuple[Values, list[list[tf.Tensor]]]:
         """The gradients of the parts of variables, and those of the rows on each ps."""
-        tables, pairs = set(map(id, self.step.tables)), list(zip(self.step.trainable, gradients, strict=True))
-        whole = [pair for pair in pairs if id(pair[0]) not in tables]
-        of_rows = {id(variable): gradient for variable, gradient in pairs if id(variable) in tables}
-        rows = self.routing.cut([of_rows[id(table)] for table in self.step.tables], requests)
+        pairs = list(zip(self.step.trainable, gradients, strict=True))
+        whole = [(variable, gradient) for variable, gradient in pairs if not self.step.lookups.is_table(variable)]
+        of_tables = [gradient for variable, gradient in pairs if self.step.lookups.is_table(variable)]
+        rows = self.routing.cut(of_tables, requests)
         return cut([variable for variable, _ in whole], [gradient for _, gradient in whole]), rows
 
     def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:

@@ -46,8 +46,9 @@ class SyncReplicasGraphs(PsGraphs):
         self.deciding.counts()
 
     def _make_servers(self, parts: list[PartSpec]) -> None:
-        numbers = zip(self.step.tables, self.step.num_lookups(self.config.train.batch_size_per_worker), strict=True)
-        of_parts = {id(part): number for table, number in numbers for part in parts_of(table)}
+        numbers = self.step.lookups.num_lookups(self.config.train.batch_size_per_worker)
+        pairs = zip(self.step.tables, numbers, strict=True)
+        of_parts = {id(part): number for table, number in pairs for part in parts_of(table)}
         (first, own), *others = [(part, [of_parts[id(table)] for table in part.tables]) for part in parts]
         self.deciding = DecidingServer(first, self.replicas, own)
         self.following = [FollowingServer(*other) for other in others]

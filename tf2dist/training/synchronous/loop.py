@@ -152,7 +152,7 @@ class SyncLoop(LoopBase):
         """See `ModelStep.evaluate`."""
         layout = self._splits.evaluated_layout
         with tf.device("CPU:0"):
-            lookups = self.step.look_up(leaves, training=False, layout=layout)
+            lookups = self.step.lookups.look_up(leaves, training=False, layout=layout)
         trainable, state = self.step.values(lookups.ids)
         return self.step.evaluate(trainable, state, leaves, layout, lookups.positions)
 

@@ -79,15 +79,14 @@ class SyncStep:
         if self.step.tables:
             batch_size = self._workers.batch_size_per_replica(config.train.batch_size_per_worker)
             is_fixed = gathers_one_length(self._workers, self._all_reduce)
-            lengths = self.step.num_lookups(batch_size) if is_fixed else []
+            lengths = self.step.lookups.num_lookups(batch_size) if is_fixed else []
             self._rows = RowExchange(self.step, self.optimizer, narrow, lengths)
         self._take_steps = tf.function(self._steps, autograph=False)
 
     @property
     def applied_at_end(self) -> list[keras.Variable]:
         """The variables that are updated when all workers have taken the step, without tables."""
-        tables = set(map(id, self.step.tables))
-        return [variable for variable in self.step.trainable if id(variable) not in tables]
+        return [variable for variable in self.step.trainable if not self.step.lookups.is_table(variable)]
 
     @staticmethod
     def check(
@@ -159,7 +158,7 @@ class SyncStep:
         leaves, share = self._feed.part(element)
         leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
         with tf.device("CPU:0"):
-            lookups = self.step.look_up(leaves)
+            lookups = self.step.lookups.look_up(leaves)
         trainable, state = self.step.values(lookups.ids)
         with exchanging(self._exchange(replica, share)):
             output = self._compute(trainable, state, leaves, place, share, lookups.positions)
@@ -243,10 +242,9 @@ class SyncStep:
         vectors = output.sums, shared, *weights, *self._feed.extra(element)
         if not self._rows:
             return self.reduced(self._buckets.pack([*output.gradients, *changes], *vectors))
-        tables = set(map(id, self.step.tables))
         pairs = list(zip(self.step.trainable, output.gradients, strict=True))
-        gradients = [gradient for variable, gradient in pairs if id(variable) not in tables]
-        of_rows = [gradient for variable, gradient in pairs if id(variable) in tables]
+        gradients = [gradient for variable, gradient in pairs if not self.step.lookups.is_table(variable)]
+        of_rows = [gradient for variable, gradient in pairs if self.step.lookups.is_table(variable)]
         return self.exchanged(
             self._buckets.pack([*gradients, *changes], *vectors), self._rows.pack(ids, of_rows, share)
         )
