@@ -199,6 +199,7 @@ WHOLE: dict[str, Callable[[], keras.Model]] = {
     "penalty": functools.partial(model_of, OPTIMIZERS["sgd"], embeddings_regularizer="l2"),
     "tied": functools.partial(model_with, Tied),
     "routed": functools.partial(model_with, Routed),
+    "bfloat16": functools.partial(model_of, OPTIMIZERS["sgd"], dtype="bfloat16"),
 }
 
 

@@ -41,7 +41,9 @@ def tables_of(model: keras.Model) -> dict[int, list[keras.layers.Embedding]]:
     found: dict[int, list[keras.layers.Embedding]] = {}
     for layer in layers_of(model):
         table = table_of(layer)
-        if table is not None and is_large(table) and table.shape[0] <= MAX_ROWS and table.constraint is None:
+        if table is None or table.constraint is not None or table.dtype != "float32":  # the type in which rows travel
+            continue
+        if is_large(table) and table.shape[0] <= MAX_ROWS:
             found.setdefault(id(table), []).append(layer)
     return found
 
