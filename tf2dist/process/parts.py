@@ -14,7 +14,8 @@ import tensorflow as tf
 from tf2dist.process.tf_internals import PartitionedVariable
 
 Values = dict[int, tf.Tensor]  # by id of the part
-PIECE_BYTES = 8 << 20  # of the rows of a table that are read or assigned at once
+# Of the rows of a table that are read or assigned at once. gRPC and TensorFlow hold some ten copies of what is read.
+PIECE_BYTES = 4 << 20
 
 
 class Part(keras.Variable):
