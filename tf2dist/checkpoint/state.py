@@ -5,6 +5,7 @@ The names depend neither on the mode nor on the number of workers or ps: "model/
 """
 
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 
@@ -17,7 +18,8 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
-from tf2dist.process.parts import Part, assign_piece, joined, parts_of, row_pieces
+from tf2dist.process import heartbeat
+from tf2dist.process.parts import Part, assign_piece, joined, parts_of, read_piece, row_pieces
 from tf2dist.process.tf_internals import (
     counter_of,
     counters_of,
@@ -107,10 +109,32 @@ def names_by_row(named: Named, tables: Sequence[keras.Variable]) -> set[str]:
     return set(filter(is_by_row, named))
 
 
-def values(named: Named) -> dict[str, np.ndarray]:
-    """The values of all variables; raises NotFiniteError as `finite` does."""
+def values(named: Named, by_row: Collection[str] = (), folder: str | None = None) -> dict[str, np.ndarray]:
+    """The values of all variables.
+
+    Args:
+        by_row: the names of those that are read piece by piece into files, and are mapped; see `names_by_row`.
+        folder: for these files, which have no names and end with their arrays; None for that of temporary files.
+
+    Raises:
+        NotFiniteError: one is not finite.
+        OSError: a table could not be written into a file.
+    """
     # Each ps advances its copy once for each step, so the first one stands for all.
-    return finite({name: variables[0].value.numpy() for name, variables in named.items()})
+    firsts = {name: variables[0] for name, variables in named.items()}
+    arrays = finite({name: variable.value.numpy() for name, variable in firsts.items() if name not in by_row})
+    return arrays | {name: _in_file(name, firsts[name], folder) for name in firsts if name in by_row}
+
+
+def _in_file(name: str, variable: keras.Variable, folder: str | None) -> np.ndarray:
+    # Written and then mapped: on a full disk a write into a mapping would end the process.
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for first, last in row_pieces(variable):
+            piece = finite({name: read_piece(variable, first, last)})[name]
+            file.write(piece.data)
+            heartbeat.progress()
+        file.flush()
+        return np.memmap(file, piece.dtype, "r", shape=tuple(variable.shape))
 
 
 def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from tf2dist.checkpoint.facts import Facts, InputFacts
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot
-from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_position
+from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_position, names_by_row
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.passes import NumberedSteps, Sharding
@@ -311,17 +311,17 @@ class LoopBase(abc.ABC):
 
     Attributes:
         mode: the option.
-        by_row: the names of the arrays that are assigned piece by piece; see `names_by_row`.
+        by_row: the names of the arrays that are read and assigned piece by piece; see `names_by_row`.
     """
 
     mode: str
     progress: Progress
-    by_row: Collection[str] = ()
 
     def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
         self.config, self.report, self.named, self.sizes = config, report, run.named, run.sizes
         self.sharding, self.target_step = run.sharding, run.target_step
         self.step, self.model, self.metrics = run.step, run.step.model, run.step.metrics
+        self.by_row = names_by_row(run.named, run.step.tables)
         self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
         self.restored_from, self.start = run.restored_from, run.start
         self.advice = advice_on(run.step, self.optimizer, run.note)

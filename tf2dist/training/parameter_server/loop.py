@@ -19,7 +19,6 @@ import tensorflow as tf
 from tf2dist import data
 from tf2dist.checkpoint.facts import InputFacts
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
-from tf2dist.checkpoint.state import names_by_row
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
@@ -61,7 +60,6 @@ class PsLoop(LoopBase):
     def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
         self._cluster, self._coordinator = cluster, run.coordinator
         self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
-        self.by_row = names_by_row(run.named, run.step.tables)
         self.read_all = functools.cache(lambda: PackedRead(run.named, run.graphs.servers, self.by_row, config.run_dir))
         graphs, self._stream = run.graphs, run.graphs.splits.validation_stream
         self._evaluate_function = functools.cache(

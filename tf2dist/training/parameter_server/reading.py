@@ -3,7 +3,6 @@
 Tables of which a training updates rows are read piece by piece, into a file: they may be larger than the memory here.
 """
 
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
-from tf2dist.process import heartbeat
-from tf2dist.process.parts import parts_of, read_piece, row_pieces
+from tf2dist.process.parts import parts_of, read_piece
 from tf2dist.process.tf_internals import PartitionedVariable
 from tf2dist.training.parameter_server.server import ModelPart
 
@@ -37,14 +35,13 @@ class PackedRead:
     def __init__(
         self, named: Named, servers: Sequence[ModelPart], by_row: Collection[str] = (), folder: str | None = None
     ) -> None:
-        self._names, self._folder = list(named), folder
-        self._by_row = {name: variables[0] for name, variables in named.items() if name in by_row}
-        named = {name: variables for name, variables in named.items() if name not in by_row}
-        for variable in self._by_row.values():
-            read_piece(variable, 0, 1)
+        self._names, self._by_row, self._folder = list(named), by_row, folder
+        for name in by_row:
+            read_piece(named[name][0], 0, 1)
         self._packed: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
         self._kept: list[tuple[list[tuple[str, int]], Any]] = []
-        on_servers = [(server, _parts_on(named, server.device)) for server in servers]
+        others = {name: variables for name, variables in named.items() if name not in by_row}
+        on_servers = [(server, _parts_on(others, server.device)) for server in servers]
         if any(_num_bytes(parts) > MAX_PACKED_BYTES for _, parts in on_servers):
             for server, parts in on_servers:
                 self._kept.append((list(parts), server.on_device(_reader(list(parts.values())))))
@@ -75,7 +72,7 @@ class PackedRead:
         Raises:
             OSError: a table could not be written into a file.
         """
-        arrays = values(self._rest) | {name: self._in_file(name, variable) for name, variable in self._by_row.items()}
+        arrays = values(self._rest, self._by_row, self._folder)
         for shapes, packing, read in self._packed:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
             arrays |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
@@ -92,16 +89,6 @@ class PackedRead:
             return {name: arrays[name] for name in self._names}
 
         return fetch
-
-    def _in_file(self, name: str, variable: keras.Variable) -> np.ndarray:
-        # Written and then mapped: on a full disk a write into a mapping would end the process.
-        with tempfile.TemporaryFile(dir=self._folder) as file:
-            for first, last in row_pieces(variable):
-                piece = finite({name: read_piece(variable, first, last)})[name]
-                file.write(piece.data)
-                heartbeat.progress()
-            file.flush()
-            return np.memmap(file, piece.dtype, "r", shape=tuple(variable.shape))
 
     def _pack(self, server: ModelPart, variables: dict[str, keras.Variable]) -> None:
         if variables:

@@ -13,6 +13,7 @@ from tf2dist.checkpoint.state import (
     earlier_updates,
     input_position,
     named_variables,
+    names_by_row,
     restore,
     stream_positions,
     take_over,
@@ -148,7 +149,7 @@ def prepare(
     )
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)
-    restored_from = restore(named, start, config)
+    restored_from = restore(named, start, config, names_by_row(named, step.tables))
     earlier = earlier_updates(step.earlier_optimizer, resumed)
     # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
     for counter in counters_of(optimizer) if not has_scale else []:
