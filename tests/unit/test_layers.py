@@ -78,9 +78,19 @@ def parsed(text: str) -> ast.Module:
         return ast.parse(text)
 
 
-def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
+def imported(path: Path, *, at_import: bool = False) -> tuple[str, ...]:
     """The dotted names that a file imports; `at_import`: only those that importing the file imports."""
-    nodes: list[ast.AST] = [tree(path)]
+    return imported_by(tree(path), at_import)
+
+
+# A copy of the package is broken in one file at a time: what is found in the others is found once.
+@cache
+def imported_by(module: ast.Module, at_import: bool) -> tuple[str, ...]:
+    return tuple(each_import(module, at_import))
+
+
+def each_import(module: ast.Module, at_import: bool) -> Iterator[str]:
+    nodes: list[ast.AST] = [module]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -176,21 +186,26 @@ def private_names(package: Path) -> list[str]:
     for module, path in modules(package).items():
         if f"{module}.".startswith(tuple(f"{name}." for name in INTERNALS)):
             continue
-        own_names = set(defined(path))
-        results += [f"{module}: {name}" for name in imported(path) if FOREIGN_MODULE.match(name)]
-        results += [f"{module}: {text!r}" for text in texts(path) if FOREIGN_TEXT.fullmatch(text)]
-        attributes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
-        # Those of Python's own modules stay.
-        foreign = [
-            node for node in attributes if node.attr not in own_names and ast.unparse(node.value) not in ("os", "sys")
-        ]
-        results += [f"{module}: {ast.unparse(node)}" for node in foreign if re.match(r"_[^_]", node.attr)]
+        results += [f"{module}: {name}" for name in private_names_in(tree(path))]
     return sorted(set(results))
 
 
-def texts(path: Path) -> Iterator[str]:
+@cache
+def private_names_in(module: ast.Module) -> list[str]:
+    own_names = set(defined(module))
+    results = [name for name in imported_by(module, False) if FOREIGN_MODULE.match(name)]
+    results += [repr(text) for text in texts(module) if FOREIGN_TEXT.fullmatch(text)]
+    attributes = [node for node in ast.walk(module) if isinstance(node, ast.Attribute)]
+    # Those of Python's own modules stay.
+    foreign = [
+        node for node in attributes if node.attr not in own_names and ast.unparse(node.value) not in ("os", "sys")
+    ]
+    return results + [ast.unparse(node) for node in foreign if re.match(r"_[^_]", node.attr)]
+
+
+def texts(module: ast.Module) -> Iterator[str]:
     """The texts in a file, without those that are parts of others."""
-    nodes = list(ast.walk(tree(path)))
+    nodes = list(ast.walk(module))
     parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
@@ -206,9 +221,9 @@ def class_names_twice(package: Path) -> list[str]:
     return sorted(f"{name}: {', '.join(modules)}" for name, modules in homes.items() if len(modules) > 1)
 
 
-def defined(path: Path) -> Iterator[str]:
+def defined(module: ast.Module) -> Iterator[str]:
     """The names that a module gives to its own functions, classes, variables and attributes."""
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
