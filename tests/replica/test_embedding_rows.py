@@ -88,8 +88,14 @@ OPTIMIZERS: dict[str, Callable[[], keras.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("num_ps", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "num_ps"),
+    [
+        *(("adagrad", 1), ("clipped", 3), ("schedule", 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sgd", 1), ("sgd", 3), ("adagrad", 3)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("clipped", 1), ("schedule", 1)]),
+    ],
+)
 def test_one_worker_equals_keras(
     async_loop: Callable[..., Any], publishing: Callable[..., None], name: str, num_ps: int
 ) -> None:
@@ -102,8 +108,13 @@ def test_one_worker_equals_keras(
     assert_equals_keras(loop, make)
 
 
-@pytest.mark.parametrize("num_ps", [1, 3])
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+@pytest.mark.parametrize(
+    ("name", "num_ps"),
+    [
+        ("adagrad", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sgd", 1), ("sgd", 3), ("adagrad", 1)]),
+    ],
+)
 def test_replicas_equal_keras(
     replicas_loop: Callable[..., Any], publishing: Callable[..., None], name: str, num_ps: int
 ) -> None:

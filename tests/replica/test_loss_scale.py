@@ -101,7 +101,7 @@ def train_all(worker: SyncWorker) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_scale_and_the_updates_are_those_of_keras(sync_workers: SyncWorkers, num_workers: int) -> None:
     one, *others = sync_workers(train_all, num_workers, timeout_secs=240)
     for name in MODELS:

@@ -233,14 +233,14 @@ def small_cnn() -> RunConfig:
 def stopped_and_resumed(worker: SyncWorker) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run that is resumed, and one that is not."""
     config = small_cnn()
-    stopped = sync_run(worker, config, None, 14)["snapshot"]
-    return sync_run(worker, config, arrived(stopped), 31), sync_run(worker, config, None, 31)
+    stopped = sync_run(worker, config, None, 9)["snapshot"]
+    return sync_run(worker, config, arrived(stopped), 17), sync_run(worker, config, None, 17)
 
 
 def test_a_resumed_sync_run_equals_an_uninterrupted_one(sync_workers: SyncWorkers) -> None:
     """Bit for bit, with dropout, moving averages, Adam and the smaller last step of an epoch."""
     for resumed, straight in sync_workers(stopped_and_resumed, 2):
-        assert resumed["snapshot"].step == resumed["updates"] == 31
+        assert resumed["snapshot"].step == resumed["updates"] == 17
         assert_same_arrays(resumed["snapshot"], straight["snapshot"], ("model/", "optimizer/"))
         assert resumed["snapshot"].facts == straight["snapshot"].facts
 
