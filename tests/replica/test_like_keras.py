@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -30,19 +30,10 @@ layers = keras.layers
 # The "weights", the "metrics" of all steps, the evaluation of the "test" set and the states of "random" generators; of
 # our runs also the "raw" weights, before those of the optimizer's moving averages replace them.
 Training = dict[str, Any]
-# Models that one worker trains in each mode.
-ONE_WORKER = [
-    "large",
-    "no_training",
-    "looks_at_the_batch",
-    "random",
-    "summed",
-    "own_loss",
-    "own_metrics",
-    "contrastive",
-    "distiller",
-    "autoencoder",
-]
+# Models that one synchronous worker trains: several ones would draw other numbers, or look at parts of the batch.
+ONE_WORKER = ["no_training", "looks_at_the_batch", "random", "own_loss"]
+# Models that one asynchronous worker trains.
+ASYNCHRONOUS = [*ONE_WORKER, "large", "summed", "own_metrics", "contrastive", "distiller", "autoencoder"]
 OWN_STEPS = [
     "distiller",
     "autoencoder",
@@ -64,6 +55,8 @@ TWO_WORKERS = [
     "one_number",
     *OWN_STEPS,
 ]
+# Of the models and settings for two workers those that are like others; tests/e2e trains a critic.
+LATER = ["critic", "autoencoder", "contrastive_step", "own_metrics", "ema_overwrite_frequency"]
 # Settings of the optimizer, with which a softmax model is trained.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4, "weight_decay": 0.01},
@@ -306,7 +299,7 @@ def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str
     return found
 
 
-# Workers take seconds to connect, so the same ones train all models and settings for this number of workers.
+# Workers take seconds to connect, so the same ones train many models and settings.
 @pytest.fixture(scope="module")
 def one_worker(sync_workers: SyncWorkers) -> dict[str, Training]:
     found: dict[str, Training]
@@ -315,10 +308,20 @@ def one_worker(sync_workers: SyncWorkers) -> dict[str, Training]:
 
 
 @pytest.fixture(scope="module")
-def two_workers(sync_workers: SyncWorkers) -> list[dict[str, Training]]:
-    configs = {name: config_of(name, 2) for name in (*TWO_WORKERS, *OPTIMIZERS)}
-    found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (configs,), TIMEOUT_SECS)
-    return found
+def two_workers(sync_workers: SyncWorkers) -> Callable[[str], list[Training]]:
+    """Gives the results of both workers, by the name of a model or setting."""
+
+    @functools.cache
+    def trained(is_later: bool) -> list[dict[str, Training]]:
+        names = [name for name in (*TWO_WORKERS, *OPTIMIZERS) if (name in LATER) == is_later]
+        configs = {name: config_of(name, 2) for name in names}
+        return sync_workers(train_in_sync, 2, (configs,), TIMEOUT_SECS)
+
+    return lambda name: [found[name] for found in trained(name in LATER)]
+
+
+def parameters(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in LATER else name for name in names]
 
 
 def assert_like(found: Training, expected: Training) -> None:
@@ -331,24 +334,28 @@ def assert_like(found: Training, expected: Training) -> None:
     assert counts[0] == counts[1], "random generators must have advanced as far as those of Keras"
 
 
-@pytest.mark.parametrize("name", TWO_WORKERS)
-def test_two_synchronous_workers_equal_keras(two_workers: list[dict[str, Training]], name: str) -> None:
-    for result in two_workers:
-        assert_like(result[name], plain_keras(name))
+@pytest.mark.parametrize("name", parameters(TWO_WORKERS))
+def test_two_synchronous_workers_equal_keras(two_workers: Callable[[str], list[Training]], name: str) -> None:
+    for result in two_workers(name):
+        assert_like(result, plain_keras(name))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_settings_of_optimizers_equal_keras(two_workers: list[dict[str, Training]], name: str) -> None:
-    for result in two_workers:
-        assert_like(result[name], plain_keras(name))
-    first = two_workers[0][name]
+@pytest.mark.parametrize("name", parameters(OPTIMIZERS))
+def test_settings_of_optimizers_equal_keras(two_workers: Callable[[str], list[Training]], name: str) -> None:
+    first, second = two_workers(name)
+    for result in (first, second):
+        assert_like(result, plain_keras(name))
     is_replaced = any(not np.array_equal(*pair) for pair in zip(first["weights"], first["raw"], strict=True))
     assert is_replaced == ("ema_momentum" in OPTIMIZERS[name]), "only moving averages may replace the final weights"
 
 
 @pytest.mark.parametrize("name", ONE_WORKER)
-def test_one_worker_equals_keras(one_worker: dict[str, Training], async_loop: Callable[..., Any], name: str) -> None:
+def test_one_synchronous_worker_equals_keras(one_worker: dict[str, Training], name: str) -> None:
     assert_like(one_worker[name], plain_keras(name))
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_one_asynchronous_worker_equals_keras(async_loop: Callable[..., Any], name: str) -> None:
     assert_like(train(async_loop(config_of(name), num_workers=1)), plain_keras(name))
 
 

@@ -107,29 +107,53 @@ def assert_equals_keras(name: str, trainings: list[Training], batch_size: int = 
     assert first.loss == pytest.approx(evaluated["loss"], rel=1e-4 if name != "masked" else 1e-2)
 
 
-EXACT = [*OPTIMIZERS, "alone", "masked", "chosen"]
+FIRST = ["adagrad", "clipped", "alone", "masked", "chosen"]
+EXACT = [*FIRST, "sgd", "schedule"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_equal_keras(sync_workers: SyncWorkers, num_workers: int) -> None:
-    """Rows are looked up several times in a batch and by several workers, and the last step of a pass is short."""
+def test_all_models(sync_workers: SyncWorkers, num_workers: int) -> None:
     runs = [(name, config_of(BATCH // num_workers)) for name in EXACT]
     on_workers = sync_workers(train, num_workers, (runs,), TIMEOUT_SECS)
     for name, *trainings in zip(EXACT, *on_workers, strict=True):
         assert_equals_keras(name, trainings)
 
 
-def test_workers_whose_batches_are_padding(sync_workers: SyncWorkers) -> None:
-    """The second step of a pass has 10 examples for three workers; with TensorFlow's connections, too."""
+@pytest.fixture(scope="module")
+def two_workers(sync_workers: SyncWorkers) -> list[list[Training]]:
+    """For each worker its training of the first models, and then with bfloat16 and with local SGD."""
+    plain = config_of(BATCH // 2)
+    local = replace(plain, algorithm=replace(plain.algorithm, kind="local_sgd", local_steps=2))
+    others = [("sgd", config_of(BATCH // 2, transfer_dtype="bfloat16")), ("sgd", local)]
+    return sync_workers(train, 2, ([*((name, plain) for name in FIRST), *others],), TIMEOUT_SECS)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_two_workers_equal_keras(two_workers: list[list[Training]], name: str) -> None:
+    """Rows are looked up several times in a batch and by both workers, and the last step of a pass is short."""
+    assert_equals_keras(name, [trainings[FIRST.index(name)] for trainings in two_workers])
+
+
+@pytest.fixture(scope="module")
+def three_workers(sync_workers: SyncWorkers) -> list[list[Training]]:
+    """For each worker its training with both all-reduces, with Adam, and with Adam and lazy rows.
+
+    The second step of a pass has 10 examples for all three.
+    """
     runs = [("adagrad", config_of(190, all_reduce=which)) for which in ("tf2dist", "tensorflow")]
-    for trainings in zip(*sync_workers(train, 3, (runs,), TIMEOUT_SECS), strict=True):
-        assert_equals_keras("adagrad", list(trainings), 570)
+    runs += [("adam", config_of(190)), ("adam", config_of(190, optimizer={"lazy_rows": True}))]
+    return sync_workers(train, 3, (runs,), TIMEOUT_SECS)
 
 
-def test_lazy_rows(sync_workers: SyncWorkers) -> None:
+@pytest.mark.parametrize("number", [0, 1], ids=["tf2dist", "tensorflow"])
+def test_workers_whose_batches_are_padding(three_workers: list[list[Training]], number: int) -> None:
+    assert_equals_keras("adagrad", [trainings[number] for trainings in three_workers], 570)
+
+
+def test_lazy_rows(three_workers: list[list[Training]]) -> None:
     """Without the option all rows move, as in Keras; and a row that padding looks up does not count as looked up."""
-    lazy = config_of(190, optimizer={"lazy_rows": True})
-    of_each = sync_workers(train, 3, ([("adam", config_of(190)), ("adam", lazy)],), TIMEOUT_SECS)
+    of_each = [trainings[2:] for trainings in three_workers]
     for whole, by_row in of_each:
         assert not whole.tables
         assert "its 20,001 rows travel in each step, since Adam" in whole.note
@@ -142,18 +166,15 @@ def test_lazy_rows(sync_workers: SyncWorkers) -> None:
     np.testing.assert_array_equal(of_each[0][1].weights[1], of_each[2][1].weights[1])
 
 
-def test_narrow_rows(sync_workers: SyncWorkers) -> None:
-    config = config_of(BATCH // 2, transfer_dtype="bfloat16")
-    for (training,) in sync_workers(train, 2, ([("sgd", config)],), TIMEOUT_SECS):
+def test_narrow_rows(two_workers: list[list[Training]]) -> None:
+    for *_, training, _ in two_workers:
         differences = [
             abs(a - b).max() for a, b in zip(training.weights, by_keras(MODELS["sgd"](), SPLITS), strict=True)
         ]
         assert 0 < max(differences) < 0.01
 
 
-def test_tables_of_local_sgd_are_averaged_as_a_whole(sync_workers: SyncWorkers) -> None:
-    config = config_of(BATCH // 2)
-    config = replace(config, algorithm=replace(config.algorithm, kind="local_sgd", local_steps=2))
-    for (training,) in sync_workers(train, 2, ([("sgd", config)],), TIMEOUT_SECS):
+def test_tables_of_local_sgd_are_averaged_as_a_whole(two_workers: list[list[Training]]) -> None:
+    for *_, training in two_workers:
         assert not training.tables
         assert "algorithm=local_sgd averages whole variables" in training.note
