@@ -120,7 +120,7 @@ def all_kinds(folder: Path, notes: list[Any]) -> list[keras.callbacks.Callback]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_callbacks_do_what_they_do_in_keras(mode: str, tmp_path: Path) -> None:
     ours: list[Any] = []
     theirs: list[Any] = []

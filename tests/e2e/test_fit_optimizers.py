@@ -34,7 +34,7 @@ class SlowsOne(keras.callbacks.Callback):
         adam.learning_rate = adam.learning_rate / 2
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_several_optimizers(tmp_path: Path, mode: str) -> None:
     """A compiled model, trained twice, with a callback that changes the rate of one of them."""
     ours, theirs = several(), several()

@@ -66,6 +66,7 @@ def test_two_synchronous_workers_train_a_gan_as_keras_does_and_a_run_goes_on(tmp
     assert int(rest.model.d_optimizer.iterations.numpy()) == 48, "the critic is trained twice in each of 24 steps"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_step_with_one_optimizer_trains_as_keras_does(tmp_path: Path) -> None:
     with fresh_names():

@@ -23,7 +23,7 @@ from tests.shown import is_as_shown
 
 HOME = "/home/me"  # what pages show in place of the folder
 # These take seconds. All other pages, and new ones, are slow.
-QUICK = {"README.md", "docs/engines.md", "docs/four_ideas.md", "docs/hosts.md", "docs/plugins.md"}
+QUICK = {"README.md", "docs/engines.md", "docs/hosts.md"}
 # Without MNIST a local run trains on other data, and says so.
 NEED_MNIST = {
     "README.md",

@@ -65,7 +65,14 @@ def test_a_worker_is_killed_in_an_epoch(tmp_path: Path) -> None:
     np.testing.assert_array_equal(seen_by(result.model), EPOCHS)
 
 
-@pytest.mark.parametrize("resumed", ["async cluster=local3", "sync cluster=local1", "sync_replicas cluster=local1"])
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        "async cluster=local3",
+        pytest.param("sync cluster=local1", marks=pytest.mark.slow),
+        pytest.param("sync_replicas cluster=local1", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_is_stopped_in_a_pass_and_resumed_with_another_size(command: Command, resumed: str) -> None:
     common = [f"plugins=[{count_examples.__file__}]", "data=numbers", "model=counting", "train.epochs=5"]
     slow = ["mode=async", "cluster=local2", "simulate.delay_secs=[0.02,0.05]", "train.batch_size_per_worker=20"]

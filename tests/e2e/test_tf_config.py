@@ -224,7 +224,7 @@ def start_with_hosts_file(
     )
 
 
-@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("is_known", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_waits_for_its_own_name_to_lead_to_it(command: Command, tmp_path: Path, is_known: bool) -> None:
     """The DNS record of a new pod comes seconds after the pod, and until then is that of the pod before it."""
     names, name = tmp_path / "names", socket.gethostname() if is_known else "late-name"

@@ -239,6 +239,7 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     later.train(saved.step)  # finishes the work of this loop
 
 
+@pytest.mark.slow
 def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_workers: SyncWorkers) -> None:
     expected = keras_fit(trained_before(tmp_path))
     (found,) = sync_workers(drive_in_sync, num_workers=1, args=(str(tmp_path), BATCH))

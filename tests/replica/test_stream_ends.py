@@ -176,6 +176,7 @@ def drive_all(worker: SyncWorker, count: int) -> Any:
     return [drive_in_sync(worker, ending(load, count)) for load in loads]
 
 
+@pytest.mark.slow
 def test_one_synchronous_worker_equals_keras(sync_workers: SyncWorkers) -> None:
     (results,) = sync_workers(drive_all, 1, args=(1,))
     for load, (*found, _) in zip([of_unknown_length, filtered], results, strict=True):

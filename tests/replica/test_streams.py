@@ -137,6 +137,7 @@ def one_worker(sync_workers: SyncWorkers) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # test_stream_lengths.py and test_stream_ends.py have streams of two synchronous workers
 @pytest.mark.parametrize("name", CASES)
 def test_one_synchronous_worker_equals_keras(name: str, one_worker: dict[str, Any]) -> None:
     source = streamed(*CASES[name], 1, steps=7)

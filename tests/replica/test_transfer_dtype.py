@@ -76,7 +76,7 @@ def test_values_are_rounded_for_the_worker_alone(async_loop: MakeLoop) -> None:
     assert np.any(rounded(snapshot.arrays[KERNEL], "bfloat16") != snapshot.arrays[KERNEL])
 
 
-@pytest.mark.parametrize("algorithm", ["staleness_aware", "delay_compensated"])
+@pytest.mark.parametrize("algorithm", [pytest.param("staleness_aware", marks=pytest.mark.slow), "delay_compensated"])
 def test_algorithms_of_asynchronous_training(async_loop: MakeLoop, algorithm: str) -> None:
     """Without delay they are plain training, also with what travels in narrow floats."""
     ends: dict[str, Snapshot] = {}
