@@ -72,11 +72,11 @@ def test_sync_computes_on_gpus_what_it_computes_on_cpus(command: Command, tmp_pa
     "arguments",
     [
         ("mode=async",),
-        ("mode=sync_replicas",),
+        pytest.param(("mode=sync_replicas",), marks=pytest.mark.slow),
         pytest.param(("mode=sync", "algorithm=local_sgd"), marks=pytest.mark.slow),
-        ("mode=sync", "model=cnn", "train.steps=4", "devices.precision=bfloat16"),
-        pytest.param(
-            ("mode=async", "model=cnn", "train.steps=4", "devices.precision=bfloat16"), marks=pytest.mark.slow
+        *(
+            pytest.param((mode, "model=cnn", "train.steps=4", "devices.precision=bfloat16"), marks=pytest.mark.slow)
+            for mode in ("mode=sync", "mode=async")
         ),
     ],
     ids=" ".join,
@@ -101,23 +101,26 @@ def test_rows_of_tables_on_gpus(command: Command, tmp_path: Path) -> None:
     """They are looked up, and their gradients computed, on the GPUs, with the results of CPUs."""
     clicks = ["data=clicks", "data.num_users=40000", "data.num_impressions=6000", "data.num_validation=500"]
     clicks += ["model=two_tower", "optimizer=adagrad", "train.steps=20"]
-    found = {}
-    for mode, replicas in (("async", 1), ("sync", 2)):
-        for count in (0, replicas):
-            run_dir = f"{mode}-{replicas}-{count}"
-            gpus = FakeGpus(count, tmp_path / f"gpus-{run_dir}")
-            cluster = f"cluster=local{replicas}"
-            end = command(*clicks, f"mode={mode}", cluster, run_dir=run_dir, env=gpus.env if count else {})
-            assert end.code == 0, end
-            assert "travel in each step" not in end.stderr, "the tables must not travel as a whole"
-            found[mode, replicas, count] = weights(end)
-            if count:
-                assert gpus.kernels().keys() == {f"worker-{index}/GPU:0" for index in range(replicas)}
-        assert_equal(found[mode, replicas, replicas], found[mode, replicas, 0], atol=1e-5)
+    found = []
+    # In each run a step has 100 examples, the same ones.
+    for mode, workers, has_gpus in (("async", 1, False), ("async", 1, True), ("sync", 2, True)):
+        run_dir = f"{mode}-{has_gpus}"
+        gpus = FakeGpus(workers, tmp_path / f"gpus-{run_dir}")
+        cluster = [f"mode={mode}", f"cluster=local{workers}", f"train.batch_size_per_worker={100 // workers}"]
+        end = command(*clicks, *cluster, run_dir=run_dir, env=gpus.env if has_gpus else {})
+        assert end.code == 0, end
+        assert "travel in each step" not in end.stderr, "the tables must not travel as a whole"
+        found.append(weights(end))
+        if has_gpus:
+            assert gpus.kernels().keys() == {f"worker-{index}/GPU:0" for index in range(workers)}
+    on_cpu, *on_gpus = found
+    for one in on_gpus:
+        trained = {name: one[name] for name in on_cpu if name.startswith(("model/", "optimizer/"))}
+        assert_equal(trained, {name: on_cpu[name] for name in trained}, atol=1e-5)
 
 
-def test_a_run_moves_from_cpus_to_a_gpu_and_back(command: Command, tmp_path: Path) -> None:
-    for mode, steps, gpus in [("sync", 10, None), ("async", 20, FakeGpus(1, tmp_path / "gpus")), ("sync", 30, None)]:
+def test_a_run_moves_from_cpus_to_a_gpu(command: Command, tmp_path: Path) -> None:
+    for mode, steps, gpus in [("async", 10, None), ("sync", 20, FakeGpus(1, tmp_path / "gpus"))]:
         end = succeed(command, gpus, "cluster=local1", f"mode={mode}", f"train.steps={steps}")
         assert json.loads((end.run_dir / "summary.json").read_text())["global_step"] == steps
         assert not gpus or gpus.kernels().keys() == {"worker-0/GPU:0"}
@@ -204,9 +207,7 @@ import keras, numpy as np, tf2dist
 x = np.random.default_rng(0).normal(size=(80, 3)).astype("float32")
 model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
-given = dict(epochs=2, batch_size=10, cluster=tf2dist.Local(workers=2), verbose=0)
-for mode in ("sync", "async"):
-    tf2dist.fit(model, x, x.sum(1), mode=mode, **given)
+tf2dist.fit(model, x, x.sum(1), epochs=2, batch_size=10, cluster=tf2dist.Local(workers=2), verbose=0)
 """
 
 
