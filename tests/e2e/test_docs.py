@@ -84,7 +84,7 @@ EXAMPLES = re.findall(
 )
 
 
-@pytest.mark.parametrize("task", ["optimizer", "algorithm", "engine"])
+@pytest.mark.parametrize("task", ["optimizer", pytest.param("algorithm", marks=pytest.mark.slow), "engine"])
 def test_the_examples_of_contributing(task: str, tmp_path: Path) -> None:
     """Each is a patch, which is applied to a copy of the package, and commands for a shell."""
     ((patch, commands),) = [parts for title, *parts in EXAMPLES if title == task]

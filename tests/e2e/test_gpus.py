@@ -51,21 +51,26 @@ def assert_equal(first: Mapping[str, Any], second: Mapping[str, Any], atol: floa
         np.testing.assert_allclose(first[name], second[name], rtol=0, atol=atol, err_msg=name)
 
 
-def test_sync_computes_on_gpus_what_it_computes_on_cpus(command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "second", "reason"),
+    [pytest.param(1, 0, "2 workers share GPU", marks=pytest.mark.slow), (3, 1, "worker 0 has no NCCL")],
+)
+def test_sync_computes_on_gpus_what_it_computes_on_cpus(
+    command: Command, tmp_path: Path, count: int, second: int, reason: str
+) -> None:
     """The weights of worker 0, which all others have too, are equal to the bit."""
     on_cpus = succeed(command, None, "mode=sync", "cluster=local2", run_dir="cpus")
-    for count, second, reason in ((1, 0, "2 workers share GPU"), (3, 1, "worker 0 has no NCCL")):
-        gpus = FakeGpus(count, tmp_path / f"gpus-{count}")
-        end = succeed(command, gpus, "mode=sync", "cluster=local2", run_dir=f"run-{count}")
-        kernels = gpus.kernels()
-        assert kernels.keys() == {"worker-0/GPU:0", "worker-1/GPU:0"}, kernels
-        for device, made in kernels.items():
-            assert made[LOSS], (device, made)
-            assert made["MatMul"] >= 2, (device, made)  # the second one is of the backward pass
-        numbers = {device: number for device, (number, *_) in gpus.devices().items()}
-        assert numbers == {"worker-0/GPU:0": 0, "worker-1/GPU:0": second}
-        assert f"the all-reduce is tf2dist's own: {reason}" in log_of(end)
-        assert_equal(weights(end), weights(on_cpus), atol=0)
+    gpus = FakeGpus(count, tmp_path / "gpus")
+    end = succeed(command, gpus, "mode=sync", "cluster=local2")
+    kernels = gpus.kernels()
+    assert kernels.keys() == {"worker-0/GPU:0", "worker-1/GPU:0"}, kernels
+    for device, made in kernels.items():
+        assert made[LOSS], (device, made)
+        assert made["MatMul"] >= 2, (device, made)  # the second one is of the backward pass
+    numbers = {device: number for device, (number, *_) in gpus.devices().items()}
+    assert numbers == {"worker-0/GPU:0": 0, "worker-1/GPU:0": second}
+    assert f"the all-reduce is tf2dist's own: {reason}" in log_of(end)
+    assert_equal(weights(end), weights(on_cpus), atol=0)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
 @registry.register_model("sleeping")
 def sleeping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     def sleep(images: Any) -> Any:
-        tf.numpy_function(lambda: time.sleep(0.3), [], [])
+        tf.numpy_function(lambda: time.sleep(0.15), [], [])
         return images
 
     layers = keras.layers
@@ -189,7 +189,7 @@ def sleeping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 def test_a_stop_does_not_wait_for_long_calls(async_loop: MakeLoop) -> None:
-    """With 20 steps of 0.3 s each call takes 6 s, and two of each worker are in flight."""
+    """With 20 steps of 0.15 s each call takes 3 s, and two of each worker are in flight."""
     loop = async_loop(run_config("sleeping", steps_per_execution=20), num_workers=3)
     stop = loop.train(1000, lambda: PauseRequest.STOP if loop.progress.global_step >= 3 else PauseRequest.NOTHING)
     assert stop is PauseRequest.STOP

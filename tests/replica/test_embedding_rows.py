@@ -252,7 +252,7 @@ def model_of_words(kind: str) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize("kind", ["text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("number", "hash"))])
 def test_ids_that_a_layer_looks_up(async_loop: Callable[..., Any], publishing: Callable[..., None], kind: str) -> None:
     splits = data.Splits(words(STEPS * BATCH - 20, 1), test=words(130, 2))
     publishing(splits)
