@@ -66,7 +66,7 @@ def classifier() -> keras.Model:
 
 def classifier_of_many() -> keras.Model:
     """Of the table only rows travel; another optimizer would need all of it."""
-    inside = [layers.Embedding(WORDS, 16, mask_zero=True), layers.GRU(6), layers.Dense(2)]
+    inside = [layers.Embedding(WORDS, 16, mask_zero=True), layers.GlobalAveragePooling1D(), layers.Dense(2)]
     return compiled([keras.Input((None,), dtype="int32"), *inside], keras.optimizers.SGD(0.1))
 
 
@@ -104,7 +104,7 @@ def source_of(name: str, count: int = 1) -> Streamed:
     return streamed(make, load, count, steps=7, validation=validation)
 
 
-@pytest.mark.parametrize("name", ["a class of each place", "a number of each place"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "a class of a sentence"])
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()
     publishing(source.load())
