@@ -1,13 +1,15 @@
 """The signals that ask the command to end, handled from its very start. Imports only what loads fast."""
 
 import contextlib
+import functools
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import FrameType
 from typing import Self
 
@@ -35,6 +37,8 @@ def end_at_once(descriptor: int = 2) -> None:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
+        for remove in _removals:
+            remove()
         with contextlib.suppress(OSError, ValueError):
             if select.select([], [descriptor], [], 0)[1]:  # the write must not wait for a reader that stalls
                 os.write(descriptor, f"tf2dist: error: stopped by {name_of(number)}\n".encode())
@@ -42,6 +46,25 @@ def end_at_once(descriptor: int = 2) -> None:
 
     for number in handled_signals():
         signal.signal(number, end)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder, which is removed at the end of the block, also where `end_at_once` ends the process before."""
+    import shutil  # most programs that handle signals have no such folder, and it takes a while
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="tf2dist-"))
+    remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+    _removals.append(remove)
+    try:
+        yield folder
+    finally:
+        remove()
+        _removals.remove(remove)
+
+
+_removals: list[Callable[[], None]] = []  # of temporary folders
 
 
 class StopRequests:

@@ -1,19 +1,28 @@
 """Loads the model of a run, as an ordinary compiled Keras model, in any process."""
 
+import contextlib
 import json
 import os
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
+from tf2dist.finished.archives import sizes as sizes_of
+from tf2dist.finished.archives import unpack
 from tf2dist.finished.names import MODEL, OPTIMIZER, fill, lack_of_memory
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
+from tf2dist.model.saved import without_optimizer
+from tf2dist.process.file_tables import LARGE_BYTES, Tables
 from tf2dist.process.tf_internals import error_texts
 
 MAX_STEPS = 10  # in a message
@@ -54,34 +63,99 @@ def load_model(
         ConfigError: there is no such folder, or the model needs a class that is not known here, or more memory.
         CheckpointError: there is no checkpoint of that step, or a file is damaged or of another model.
     """
-    folder, objects = Path(run_dir).expanduser(), dict(custom_objects or {})
+    return _load(run_dir, step, dict(custom_objects or {}), None)
+
+
+def load_in_files(
+    run_dir: str | os.PathLike[str], step: int | None, custom_objects: Mapping[str, Any], tables: Tables
+) -> keras.Model:
+    """As `load_model`, for a model that is not trained: with its large tables of embeddings in files.
+
+    The model has another optimizer, without slots, unless it has methods of its own that may use it.
+
+    Args:
+        tables: in the folder of which the files are made; it may be removed when the model is there.
+    """
+    return _load(run_dir, step, dict(custom_objects), tables)
+
+
+def _load(
+    run_dir: str | os.PathLike[str], step: int | None, objects: dict[str, Any], tables: Tables | None
+) -> keras.Model:
+    folder = Path(run_dir).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
     # It differs from the last checkpoint if the optimizer averages weights: the averages are evaluated, but a run is
     # resumed from the weights before averaging.
     if step is None and (folder / MODEL_FILE).exists():
-        path = folder / MODEL_FILE
-        _check_memory(folder, [path.stat().st_size])
-        model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=objects))
-        return model
+        return _from_archive(folder / MODEL_FILE, objects, tables)
+    return _from_checkpoint(folder, step, objects, tables)
+
+
+def _from_checkpoint(folder: Path, step: int | None, objects: dict[str, Any], tables: Tables | None) -> keras.Model:
     snapshot = _snapshot(folder, step)
     arrays = {name: array for name, array in snapshot.arrays.items() if name.startswith((MODEL, OPTIMIZER))}
-    _check_memory(folder, [array.nbytes for array in arrays.values()])
-    model, names = _from_description(folder / DESCRIPTION, objects)
-    try:
-        fill(model, names, arrays, snapshot.num_updates)
-    except CheckpointError as error:
-        raise CheckpointError(f"run_dir ({run_dir}): {error}; name another directory") from None
+    names, config = _description(folder / DESCRIPTION)
+    in_files = {name: array.nbytes for name, array in arrays.items() if tables and _is_large_table(name, array)}
+    if in_files and (without := without_optimizer(config, objects)):
+        config = without
+        arrays = {name: array for name, array in arrays.items() if name.startswith(MODEL)}
+    _check_memory(folder, [array.nbytes for name, array in arrays.items() if name not in in_files], tables)
+    with contextlib.ExitStack() as stack:
+        if tables and in_files:
+            _check_room(folder, tables, sum(in_files.values()))
+            stack.enter_context(tables.in_use())
+        model = _built(folder / DESCRIPTION, config, objects)
+        try:
+            fill(model, names, arrays, snapshot.num_updates)
+        except CheckpointError as error:
+            raise CheckpointError(f"run_dir ({folder}): {error}; name another directory") from None
     return model
 
 
-def _check_memory(folder: Path, sizes: list[int]) -> None:
+def _from_archive(path: Path, objects: dict[str, Any], tables: Tables | None) -> keras.Model:
+    """The model in a model.keras."""
+    size = path.stat().st_size
+    if not tables or size < LARGE_BYTES:
+        return _whole(path, objects, tables)
+    _check_room(path.parent, tables, size)
+    with tempfile.TemporaryDirectory(dir=tables.folder) as temporary:
+        unpacked = Path(temporary)
+        if not _loaded(path, lambda: unpack(path, unpacked, objects)):
+            return _whole(path, objects, tables)
+        in_files, others = _loaded(path, lambda: sizes_of(unpacked))
+        _check_room(path.parent, tables, sum(in_files))
+        _check_memory(path.parent, others, tables)
+        with tables.in_use(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+            model: keras.Model = _loaded(path, lambda: keras.saving.load_model(unpacked, custom_objects=objects))
+    return model
+
+
+def _whole(path: Path, objects: dict[str, Any], tables: Tables | None) -> keras.Model:
+    _check_memory(path.parent, [path.stat().st_size], tables)
+    model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=objects))
+    return model
+
+
+def _is_large_table(name: str, array: np.ndarray) -> bool:
+    return name.startswith(MODEL) and name.endswith("/embeddings") and array.nbytes >= LARGE_BYTES
+
+
+def _check_room(run_dir: Path, tables: Tables, needed: int) -> None:
+    """Raises ConfigError if there is less room for the files of tables than so many bytes."""
+    if needed > (free := shutil.disk_usage(tables.folder).free):
+        raise ConfigError(
+            f"TMPDIR ({tempfile.gettempdir()}): the model of {run_dir} needs {needed / 1e9:.1f} GB there, and "
+            f"{free / 1e9:.1f} GB are free; make room there, or set TMPDIR to another folder"
+        )
+
+
+def _check_memory(folder: Path, sizes: list[int], tables: Tables | None) -> None:
     """Raises ConfigError if a model of these sizes does not fit into the memory."""
     if lack := lack_of_memory(sizes):
-        raise ConfigError(
-            f"run_dir ({folder}): its model {lack}; load it on another machine, or read single arrays of a checkpoint "
-            "with numpy.load"
-        )
+        way_out = "" if tables else "; tf2dist.predict and the commands predict, evaluate and export read tables by row"
+        raise ConfigError(f"run_dir ({folder}): its model {lack}; load it on another machine{way_out}")
 
 
 def _snapshot(folder: Path, step: int | None) -> Snapshot:
@@ -111,17 +185,16 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
         raise CheckpointError(f"step ({step}): {path} is damaged ({error}); choose another one") from None
 
 
-def _from_description(path: Path, custom_objects: dict[str, Any]) -> tuple[keras.Model, list[str]]:
-    """The model that model.json describes, with initial weights and a built optimizer, and its variables' names.
+def _description(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The names of the variables and the configuration of the model that model.json describes.
 
     Raises:
         CheckpointError: the file is missing or damaged.
-        ConfigError: the model needs a class that is not known here.
     """
     try:
         with open_to_read(path) as file:
             content = json.load(file)
-        names, serialized = list(map(str, content["variables"])), content["model"]
+        return list(map(str, content["variables"])), dict(content["model"])
     except FileNotFoundError:
         raise CheckpointError(
             f"run_dir ({path.parent}): has no {path.name}, which a run writes when it starts; the same command with "
@@ -129,12 +202,24 @@ def _from_description(path: Path, custom_objects: dict[str, Any]) -> tuple[keras
         ) from None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:  # of JSON of any content
         raise _damaged(path, error) from None
-    model = _loaded(path, lambda: keras.saving.deserialize_keras_object(serialized, custom_objects=custom_objects))
+
+
+def _built(path: Path, config: dict[str, Any], custom_objects: dict[str, Any]) -> keras.Model:
+    """The model of a configuration, with initial weights and a built optimizer.
+
+    Args:
+        path: of model.json.
+
+    Raises:
+        CheckpointError: it is that of something else.
+        ConfigError: the model needs a class that is not known here.
+    """
+    model = _loaded(path, lambda: keras.saving.deserialize_keras_object(config, custom_objects=custom_objects))
     if not isinstance(model, keras.Model) or not model.built or not getattr(model, "optimizer", None):
         raise CheckpointError(f"{path}: describes no compiled model; name another directory")
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return model, names
+    return model
 
 
 def _loaded(path: Path, load: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 from tf2dist.checkpoint.state import Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError
 from tf2dist.linux import free_memory
+from tf2dist.process.file_tables import put
 from tf2dist.process.tf_internals import counters_of, layers_of, seeds_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -45,7 +46,8 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     renamed = dict(zip(here, names, strict=True))
     by_name = named_variables(model, variables, [model.optimizer])
     by_name = {_renamed(name, renamed): copies for name, copies in by_name.items()}
-    assign(by_name, {name: array for name, array in arrays.items() if name in by_name})
+    arrays = {name: array for name, array in arrays.items() if name in by_name}
+    assign(by_name, {name: array for name, array in arrays.items() if not put(by_name[name][0], array)})
     # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
     has_count = any(name.startswith(f"{OPTIMIZER}loss_scale/") for name in arrays)
     for counter in counters_of(model.optimizer) if not has_count else []:

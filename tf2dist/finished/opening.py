@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tf2dist import registry
+from tf2dist import registry, signals
 from tf2dist.config import tree
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
@@ -15,8 +15,9 @@ from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.loading import load as load_data
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read
-from tf2dist.finished.loading import UnknownCode, load_model
+from tf2dist.finished.loading import UnknownCode, load_in_files
 from tf2dist.finished.shell import Request, warn
+from tf2dist.process.file_tables import Tables
 
 
 def config_of(request: Request) -> RunConfig:
@@ -36,14 +37,15 @@ def config_of(request: Request) -> RunConfig:
 
 
 def model_of(request: Request) -> keras.Model:
-    """The model of the run; runs the plugins that the command line names, and no others.
+    """The model of the run, which is not trained; runs the plugins that the command line names, and no others.
 
     Raises:
         RequestError: the model cannot be loaded.
     """
     # A run directory may come from somebody else: the plugins in its configuration are shown, but not run.
     try:
-        return load_model(request.run_dir, request.step, code_of(request.plugins))
+        with signals.temporary_folder() as folder:
+            return load_in_files(request.run_dir, request.step, code_of(request.plugins), Tables(folder / "tables"))
     except UnknownCode as error:
         run_plugins = ", ".join(config_of(request).plugins)
         raise ConfigError(

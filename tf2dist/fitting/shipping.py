@@ -2,9 +2,10 @@
 
     job.json        the plan, and which of the files below hold what
     *.npy           the arrays, which tasks map into their memory
-    model.keras     a compiled model, with its weights, as Keras saves it; or
+    model           a model, with its weights, as Keras saves it in a folder; or
     build.pickle    the function that builds it, by cloudpickle, if tasks cannot import it
     data.pickle, validation_data.pickle    the functions that make streams, likewise
+    tables          the large tables of embeddings of a model that is to predict, which all tasks map
     custom.pickle   the user's own classes and functions in a compiled model, by cloudpickle
     unsaved.json    what Keras does not save of a compiled model
 
@@ -12,6 +13,7 @@ What is unpickled here was written by the same user on this host, into a folder 
 Nothing of it goes to other hosts: each of them runs the same script and makes its own.
 """
 
+import contextlib
 import json
 import os
 import stat
@@ -33,9 +35,11 @@ from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.model.own_step import has_own_step, optimizers_of
 from tf2dist.model.plan import EpochPlan
+from tf2dist.model.saved import leave_out_optimizer
+from tf2dist.process.file_tables import Tables
 from tf2dist.process.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
 
-JOB, MODEL, BUILD, CUSTOM = "job.json", "model.keras", "build.pickle", "custom.pickle"
+JOB, MODEL, TABLES, BUILD, CUSTOM = "job.json", "model", "tables", "build.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"
 is_task = False  # whether this process is a task that has read a job
 
@@ -54,13 +58,16 @@ def check_caller(call: str) -> None:
         )
 
 
-def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan | None) -> keras.Model | None:
+def ship(
+    folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan | None, tables: Tables | None = None
+) -> keras.Model | None:
     """Writes the files of one job; returns a copy of a model that is given, as the tasks make it.
 
     Args:
-        folder: exists, is empty, and belongs to this user alone.
+        folder: exists, has nothing but `tables`, and belongs to this user alone.
         model: a model, compiled if it is to be trained, or a function without arguments that returns one.
         plan: None for a prediction.
+        tables: for a prediction, in the folder `TABLES` of this one.
 
     Raises:
         FitError: the model cannot be sent.
@@ -69,7 +76,8 @@ def ship(folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan | 
     copy = None
     try:
         if isinstance(model, keras.Model):
-            copy, sent = _ship_model(folder, model), {"keras": MODEL}
+            with tables.in_use() if tables else contextlib.nullcontext():
+                copy, sent = _ship_model(folder, model, trains=bool(plan)), {"keras": MODEL}
             if plan:
                 _check_compiled(model, copy)
         else:
@@ -104,9 +112,10 @@ def _ship_stream(folder: Path, stream: Stream | None) -> dict[str, Any] | None:
 # Compiled models.
 
 
-def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
+def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
     try:
-        model.save(folder / MODEL)
+        # Not zipped, for which Keras would hold all weights in memory once more.
+        keras.saving.save_model(model, folder / MODEL, zipped=False)
     except OSError:  # a full disk, which `ship` reports
         raise
     except Exception as error:  # get_config of the user's layers may raise anything
@@ -114,6 +123,8 @@ def _ship_model(folder: Path, model: keras.Model) -> keras.Model:
             f"model ({model.name}): Keras cannot save it ({reason_of(error)}); give a function that builds it instead"
         ) from None
     objects, pickles = pickling.custom_objects(model)
+    if not trains:
+        leave_out_optimizer(folder / MODEL, objects)
     write_whole(folder / CUSTOM, cloudpickle.dumps(pickles))
     write_whole(folder / UNSAVED, json.dumps(_unsaved(model)))
     # A trial in this process, where nothing has been started yet; otherwise every task would fail with the same error.
@@ -266,8 +277,11 @@ class ShippedSource:
             FitError: the user's function returns no compiled model.
         """
         sent = self._job["model"]
-        if "keras" in sent:
+        if "keras" in sent and self.plan:
             return load_sent_model(self._folder)
+        if "keras" in sent:
+            with Tables(self._folder / TABLES).in_use():
+                return load_sent_model(self._folder)
         function = pickling.load_function(self._folder, sent)
         # For a prediction the model comes with its weights.
         return call_builder(function, self.name, splits.layout) if self.plan else function()

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import FitError, TaskFailure, kind_of, reason_of, users_place
 from tf2dist.files import write_whole
-from tf2dist.finished.loading import load_model
+from tf2dist.finished.loading import load_in_files
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
 from tf2dist.fitting.conversation import Conversation
@@ -32,6 +31,7 @@ from tf2dist.fitting.run import as_public_error, leave_gpus_to_tasks, private_fo
 from tf2dist.launch.console import rate_text
 from tf2dist.launch.run_dir import locked, make_run_dir
 from tf2dist.predicting.ranges import DESCRIPTION, Ranges, range_size
+from tf2dist.process.file_tables import Tables
 from tf2dist.registry import ARRAYS_OF_FIT
 
 SAMPLE = 1024  # examples by which other data are noticed; reading gigabytes would delay every start
@@ -63,7 +63,7 @@ def predict(
 
     Args:
         model: with its weights, compiled or not; or a function without arguments that returns one, which runs in this
-            process and in each worker; or the directory of a run, for `tf2dist.load_model`. The model's own
+            process and in each worker; or the directory of a run, as for `tf2dist.load_model`. The model's own
             `predict_step` is used.
         x: as for `tf2dist.fit`: arrays [n, ...], or dicts, lists and tuples of them. The workers map them from files;
             an array that was mapped with ``numpy.load(file, mmap_mode="r")`` is not copied.
@@ -101,14 +101,14 @@ def predict(
     examples = inputs.training_examples(x, None, None, None)
 
     leave_gpus_to_tasks()
-    sent = load_model(model) if isinstance(model, str | os.PathLike) else model
-    local = local_model(sent)
-    name = request.name_of(local)
-    outputs = outputs_of(local, name, examples)
-    request.set_model_options(config, local, name, ARRAYS_OF_FIT)
-
     with private_folder() as job:
-        shipping.ship(job, sent, name, Splits(examples, num_classes=None), None)
+        tables = Tables(job / shipping.TABLES)
+        sent = load_in_files(model, None, {}, tables) if isinstance(model, str | os.PathLike) else model
+        local = local_model(sent)
+        name = request.name_of(local)
+        outputs = outputs_of(local, name, examples)
+        request.set_model_options(config, local, name, ARRAYS_OF_FIT)
+        shipping.ship(job, sent, name, Splits(examples, num_classes=None), None, tables)
         config.run_dir = str(make_run_dir(config, "predict"))
         identity = {"model": digest_of_model(local, job), "x": digest_of_examples(examples), "batch_size": batch_size}
         ranges = settled(Path(config.run_dir), identity, examples, place)
@@ -251,14 +251,15 @@ def digest_of_model(model: keras.Model, job: Path) -> str:
     """Of the model's weights and, if Keras has saved it in the job's folder, of its configuration."""
     config = {}
     if (job / shipping.MODEL).exists():  # not of a function that builds it
-        with zipfile.ZipFile(job / shipping.MODEL) as file:
-            config = json.loads(file.read("config.json"))
+        config = json.loads((job / shipping.MODEL / "config.json").read_bytes())
     config.pop("compile_config", None)
     # Keras numbers layers and objects by what the process has made before.
     text = re.sub(r', "shared_object_id": \d+|_\d+(?=")', "", json.dumps(config, sort_keys=True))
     digest = hashlib.sha256(text.encode())
     for variable in model.weights:
-        digest.update(np.asarray(keras.ops.convert_to_numpy(variable)).tobytes())
+        # Without a copy: a table may be larger than the memory.
+        array = np.asarray(tf.convert_to_tensor(variable))
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

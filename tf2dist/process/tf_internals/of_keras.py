@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ UNNAMED = re.compile(r"^variable_\d+$")
 # Keras counts here, for each thread, how many objects have been named "dense" and so on.
 GLOBAL_STATE = "keras.src.backend.common.global_state"
 NAME_COUNTS = "object_name_uids"
+SAVING = "keras.src.saving.saving_lib"
 # The functions that divide a loss by the number of replicas and multiply it again.
 LOSS = "keras.src.losses.loss"
 SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
@@ -259,6 +260,21 @@ def table_of(layer: keras.Layer) -> keras.Variable | None:
         return None
     table: keras.Variable = attribute(keras, layer, "_embeddings", keras.Variable)
     return table
+
+
+def dataset_of(store: Any, key: str) -> Any:
+    """The dataset of h5py that a file has under a key for a layer that is being loaded, of which nothing is read yet.
+
+    Returns:
+        None if the file is of another kind, or has none.
+    """
+    module = module_of(SAVING)
+    if not isinstance(store, attribute(keras, module, "H5IOStore", type)):
+        return None
+    # It refuses links to other files, which a file that comes from somebody else may have.
+    get = attribute(keras, module, "safe_get_h5_dataset", Callable)
+    # Its `store[key]` reads the whole.
+    return get(attribute(keras, store, "_h5_entry_group", Mapping), key) if key in store else None
 
 
 def own_layers_of_keras(model: keras.Model) -> list[keras.Layer]:

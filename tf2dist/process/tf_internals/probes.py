@@ -26,12 +26,14 @@ from tf2dist.process.tf_internals.lacks import attribute, lack, module_of
 from tf2dist.process.tf_internals.of_keras import (
     LOSS,
     NAME_COUNTS,
+    SAVING,
     SCALES,
     build_metrics,
     choose_by_path,
     clip_gradient,
     count_updates_in,
     counter_of,
+    dataset_of,
     fix_learning_rate,
     follow_learning_rate,
     fresh_names,
@@ -292,6 +294,20 @@ def _names_begin_again() -> bool:
         return bool(keras.layers.Dense(1).name == "dense")
 
 
+def _datasets_are_found() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "weights.h5")
+        for mode in "wr":
+            store = module_of(SAVING).H5IOStore(path, mode=mode)
+            if mode == "w":
+                store.make("layer")["0"] = np.ones([2, 3])
+                store.close()
+        dataset = dataset_of(store.get("layer"), "0")
+        is_found = dataset.shape == (2, 3) and not isinstance(dataset, np.ndarray) and dataset[1, 2] == 1
+        store.close()
+        return bool(is_found)
+
+
 def _text_of(call: Callable[[], Any]) -> str:
     """What is told by the error that a call raises; empty if it raises none."""
     try:
@@ -451,6 +467,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "_keras_mask"): _masks_are_found,
     (keras, SCALES[0]): _losses_are_left_unscaled,
     (keras, NAME_COUNTS): _names_begin_again,
+    (keras, "H5IOStore._h5_entry_group"): _datasets_are_found,
     (tf, "error 'cannot be modified after initialization'"): _late_change_is_told,
     (tf, f"error '{error_texts.XLA_FAILURE}'"): _xla_failure_is_told,
     (tf, f"error '{error_texts.NO_SERVER}'"): _taken_port_is_told,

@@ -1,0 +1,182 @@
+"""Models with large tables in files, in one process: the same values as in memory, whatever a model does with them."""
+
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf2dist
+from tests.replica.test_finished import leave
+from tf2dist.errors import CheckpointError, ConfigError
+from tf2dist.finished import names
+from tf2dist.finished.loading import load_in_files
+from tf2dist.finished.writing import MODEL_FILE
+from tf2dist.process.file_tables import LARGE_BYTES, Tables
+
+ROWS = LARGE_BYTES // 64 + 3
+IDS = np.random.default_rng(0).integers(0, ROWS, [50, 1]).astype(np.int32)
+IDS[0], IDS[1] = 0, ROWS - 1
+WORDS = np.random.default_rng(1).choice(["a", "b", "c"], [50, 1])
+X: dict[str, Any] = {"first": IDS, "second": IDS[::-1], "words": keras.ops.convert_to_tensor(WORDS)}
+Y = np.arange(50, dtype=np.float32)[:, None] % 2
+
+
+class Averaged(keras.layers.Embedding):  # type: ignore[misc]
+    """A subclass, which stays in memory."""
+
+    def call(self, inputs: Any) -> Any:
+        return super().call(inputs) - keras.ops.mean(self.embeddings)
+
+
+class Hidden(keras.layers.Layer):  # type: ignore[misc]
+    """A table where Keras neither finds nor saves it; the layer itself may save it."""
+
+    def __init__(self, saves: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.saves = saves
+        drawn = keras.initializers.RandomNormal(seed=3)
+        self.holder = SimpleNamespace(table=keras.layers.Embedding(ROWS, 16, drawn))
+
+    def build(self, input_shape: Any) -> None:
+        self.holder.table.build()
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.holder.table(inputs)
+
+    def save_own_variables(self, store: Any) -> None:
+        if self.saves:
+            store["table"] = self.holder.table.embeddings
+
+    def load_own_variables(self, store: Any) -> None:
+        if self.saves:
+            self.holder.table.embeddings.assign(store["table"])
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "saves": self.saves}
+
+
+class OwnStep(keras.Model):  # type: ignore[misc]
+    """Its evaluation uses the state of its optimizer."""
+
+    def test_step(self, data: Any) -> Any:
+        slots = self.optimizer.variables[2:]
+        return super().test_step(data) | {"largest": keras.ops.max([keras.ops.max(slot) for slot in slots])}
+
+
+def branched(kind: type[keras.Model], adapts: bool) -> keras.Model:
+    """A table that two inputs share, a small one, a subclass, and a layer with files of its own."""
+    layers = keras.layers
+    first, second = keras.Input([1], dtype="int32", name="first"), keras.Input([1], dtype="int32", name="second")
+    words = keras.Input([1], dtype="string", name="words")
+    lookup = layers.StringLookup(vocabulary=None if adapts else ["a", "b"])
+    if adapts:  # Keras has the vocabulary in a file of its own then, which a checkpoint lacks
+        lookup.adapt(WORDS)
+    shared, averaged = layers.Embedding(ROWS, 16), Averaged(ROWS, 16)
+    small = layers.Embedding(lookup.vocabulary_size(), 16)(lookup(words))
+    outputs = layers.Dense(1)(layers.Add()([shared(first), shared(second), averaged(first), small]))
+    model = kind([first, second, words], layers.Flatten()(outputs))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def is_in_file(table: keras.Variable) -> bool:
+    address = np.asarray(tf.convert_to_tensor(table)).__array_interface__["data"][0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= address < last:
+            return ".table" in line
+    return False
+
+
+def assert_alike(model: keras.Model, like: keras.Model, x: Any) -> None:
+    np.testing.assert_array_equal(model.predict(x, verbose=0), like.predict(x, verbose=0))
+    assert model.evaluate(x, Y, verbose=0) == like.evaluate(x, Y, verbose=0)
+
+
+CUSTOM = {kind.__name__: kind for kind in (Averaged, Hidden, OwnStep)}
+
+
+@pytest.mark.parametrize("step", [None, 7])
+@pytest.mark.parametrize("kind", [keras.Model, OwnStep])
+def test_a_loaded_model_is_that_of_load_model(tmp_path: Path, kind: type[keras.Model], step: int | None) -> None:
+    def build() -> keras.Model:
+        return branched(kind, adapts=step is None)
+
+    model = build()
+    model.fit(X, Y, verbose=0)
+    (tmp_path / "run").mkdir()
+    assert leave(tmp_path / "run", model, build) == []
+    tables, methods = Tables(tmp_path / "tables"), dict(vars(keras.layers.Embedding))
+    loaded = load_in_files(tmp_path / "run", step, CUSTOM, tables)
+    assert dict(vars(keras.layers.Embedding)) == methods
+    assert [path.stat().st_size for path in tables.folder.iterdir()] == [64 * ROWS]
+    shutil.rmtree(tables.folder)
+    expected = tf2dist.load_model(tmp_path / "run", step, CUSTOM)
+    assert_alike(loaded, expected, X)
+    in_files = [layer.name for layer in loaded.layers if layer.weights and is_in_file(layer.weights[0])]
+    assert in_files == [layer.name for layer in expected.layers if type(layer) is keras.layers.Embedding][:1]
+    assert isinstance(loaded.optimizer, keras.optimizers.Adam if kind is OwnStep else keras.optimizers.SGD)
+    # It could still be trained, in memory.
+    loaded.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_table_that_keras_does_not_find(tmp_path: Path, saves: bool) -> None:
+    """It has what its layer has saved; or it is drawn, and not left without values."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([1], dtype="int32"), Hidden(saves), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = build()
+    if saves:
+        model.layers[0].holder.table.embeddings.assign(np.arange(16.0 * ROWS).reshape(ROWS, 16) / ROWS)
+    model.save(tmp_path / MODEL_FILE)
+    assert_alike(load_in_files(tmp_path, None, CUSTOM, Tables(tmp_path / "tables")), model, IDS)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = keras.Sequential([keras.Input([1], dtype="int32"), keras.layers.Embedding(ROWS, 16, name="users")])
+    model.compile("adagrad", "mse")
+    leave(tmp_path, model, lambda: keras.models.clone_model(model))
+    monkeypatch.setattr(names, "free_memory", lambda: 64 * ROWS)
+    for step in (None, 7):
+        with pytest.raises(ConfigError, match=r"needs 0\.1 GB of memory.*commands predict, evaluate and export read"):
+            tf2dist.load_model(tmp_path, step)
+        load_in_files(tmp_path, step, {}, Tables(tmp_path / "tables"))
+        with monkeypatch.context() as small_disk:
+            small_disk.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e6))
+            with pytest.raises(
+                ConfigError, match=r"TMPDIR \(.*\): the model of .* needs 0\.0 GB there, and 0\.0 GB are"
+            ):
+                load_in_files(tmp_path, step, {}, Tables(tmp_path / "tables"))
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input([1], dtype="int32"), keras.layers.Embedding(ROWS, 16)])
+    with Tables(tmp_path / "tables").in_use():
+        model.save(tmp_path / MODEL_FILE)
+    with open(tmp_path / MODEL_FILE, "ab") as file:
+        file.truncate(LARGE_BYTES)
+    with pytest.raises(CheckpointError, match=r"model\.keras: cannot be loaded"):
+        load_in_files(tmp_path, None, {}, Tables(tmp_path / "other"))
+
+
+def test_other_threads_make_their_models_in_memory(tmp_path: Path) -> None:
+    layers: list[Any] = [keras.layers.Embedding(ROWS, 16) for _ in range(2)]
+    with Tables(tmp_path / "tables").in_use():
+        thread = threading.Thread(target=layers[0].build)
+        thread.start()
+        thread.join()
+    layers[1].build()
+    for layer in layers:
+        assert np.isfinite(layer.embeddings.numpy()).all()
+        assert not is_in_file(layer.embeddings)
