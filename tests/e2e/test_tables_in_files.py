@@ -129,7 +129,7 @@ def test_nothing_is_left_of_a_command_that_is_stopped(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start_module(tmp_path, "tf2dist.evaluate", str(runs[MANY]))
-    wait_until(lambda: any(tmp_path.glob("tf2dist-*/tables/*")), process)
+    wait_until(lambda: any(tmp_path.glob("tf2dist-*")), process)
     process.send_signal(signal.SIGINT)
     ended(process, 130)
     assert not any(tmp_path.iterdir())
