@@ -23,8 +23,11 @@ ROWS = LARGE_BYTES // 64 + 3
 IDS = np.random.default_rng(0).integers(0, ROWS, [50, 1]).astype(np.int32)
 IDS[0], IDS[1] = 0, ROWS - 1
 WORDS = np.random.default_rng(1).choice(["a", "b", "c"], [50, 1])
-X: dict[str, Any] = {"first": IDS, "second": IDS[::-1], "words": keras.ops.convert_to_tensor(WORDS)}
 Y = np.arange(50, dtype=np.float32)[:, None] % 2
+
+
+def inputs() -> dict[str, Any]:
+    return {"first": IDS, "second": IDS[::-1], "words": keras.ops.convert_to_tensor(WORDS)}
 
 
 class Averaged(keras.layers.Embedding):  # type: ignore[misc]
@@ -109,8 +112,8 @@ def test_a_loaded_model_is_that_of_load_model(tmp_path: Path, kind: type[keras.M
     def build() -> keras.Model:
         return branched(kind, adapts=step is None)
 
-    model = build()
-    model.fit(X, Y, verbose=0)
+    model, x = build(), inputs()
+    model.fit(x, Y, verbose=0)
     (tmp_path / "run").mkdir()
     assert leave(tmp_path / "run", model, build) == []
     tables, methods = Tables(tmp_path / "tables"), dict(vars(keras.layers.Embedding))
@@ -119,12 +122,12 @@ def test_a_loaded_model_is_that_of_load_model(tmp_path: Path, kind: type[keras.M
     assert [path.stat().st_size for path in tables.folder.iterdir()] == [64 * ROWS]
     shutil.rmtree(tables.folder)
     expected = tf2dist.load_model(tmp_path / "run", step, CUSTOM)
-    assert_alike(loaded, expected, X)
+    assert_alike(loaded, expected, x)
     in_files = [layer.name for layer in loaded.layers if layer.weights and is_in_file(layer.weights[0])]
     assert in_files == [layer.name for layer in expected.layers if type(layer) is keras.layers.Embedding][:1]
     assert isinstance(loaded.optimizer, keras.optimizers.Adam if kind is OwnStep else keras.optimizers.SGD)
     # It could still be trained, in memory.
-    loaded.fit(X, Y, verbose=0)
+    loaded.fit(x, Y, verbose=0)
 
 
 @pytest.mark.parametrize("saves", [True, False])
