@@ -80,6 +80,19 @@ def test_a_killed_run_goes_on_with_other_servers_and_in_the_other_mode(command: 
         assert bool(more) <= moved <= more * 1000, "the users of these steps alone, 500 for each worker"
 
 
+@pytest.mark.slow
+def test_a_killed_server_takes_no_table_with_it(command: Command) -> None:
+    options = ("mode=async", *OPTIONS, f"data.num_users={NUM_USERS}", *PARTITIONED)
+    process = command.start(*options, "train.steps=3000", "checkpoint.every_steps=200")
+    wait_until(lambda: bool(steps(command.folder / "run")), process, timeout_secs=120)
+    next(process for process in our_processes() if is_task(process, "ps-1")).kill()
+    finished = command.finish(process)
+    assert finished.code == 0, finished
+    summary = json.loads((finished.run_dir / "summary.json").read_text())
+    assert (summary["updates_applied"], summary["restarts"]) == (3000, 1)
+    assert_model_is_the_checkpoint(finished.run_dir)
+
+
 def stopped_peak_mb(command: Command, *options: str) -> int:
     """Runs until two more checkpoints are there, and stops; the most memory of the coordinator that no file has."""
     run_dir = command.folder / "run"
@@ -101,7 +114,7 @@ def _sample(process: subprocess.Popen[str], peaks: list[int]) -> None:
     chief: psutil.Process | None = None
     while process.poll() is None:
         try:
-            chief = chief or next(filter(_is_chief, our_processes()))
+            chief = chief or next(process for process in our_processes() if is_task(process, "chief-0"))
             status = Path(f"/proc/{chief.pid}/status").read_text(encoding="utf-8")
             peaks.append(int(re.findall(r"RssAnon:\s*(\d+)", status)[0]) >> 10)
         except (OSError, StopIteration, IndexError):  # not yet there, or gone
@@ -109,9 +122,9 @@ def _sample(process: subprocess.Popen[str], peaks: list[int]) -> None:
         threading.Event().wait(0.02)
 
 
-def _is_chief(process: psutil.Process) -> bool:
+def is_task(process: psutil.Process, name: str) -> bool:
     folder = f"/proc/{process.pid}/fd"
-    return any(os.readlink(f"{folder}/{number}").endswith("chief-0.log") for number in (1, 2))
+    return any(os.readlink(f"{folder}/{number}").endswith(f"{name}.log") for number in (1, 2))
 
 
 def test_the_coordinator_never_holds_a_table(command: Command, tmp_path: Path) -> None:

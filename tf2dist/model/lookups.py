@@ -43,6 +43,7 @@ def tables_of(model: keras.Model) -> dict[int, list[keras.layers.Embedding]]:
         table = table_of(layer)
         if table is None or table.constraint is not None or table.dtype != "float32":  # the type in which rows travel
             continue
+        # With 256 look-ups in a batch rows were faster from 2,000 rows of 16 floats on; with 6,400 not yet at 4,000.
         if is_large(table) and table.shape[0] <= MAX_ROWS:
             found.setdefault(id(table), []).append(layer)
     return found
