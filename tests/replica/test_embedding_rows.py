@@ -150,7 +150,7 @@ def test_an_optimizer_that_moves_all_rows_moves_them(
     source = InMemorySource(make, SPLITS)
     loop = async_loop(config_of(), 1, 2, source=source)
     assert not loop.step.tables
-    assert "its 20,001 rows travel in each step, since Adam" in loop.advice.note
+    assert f"its {ROWS:,} rows travel in each step, since Adam" in loop.advice.note
     assert "optimizer.lazy_rows=true" in loop.advice.note
     loop.train(STEPS)
     assert_equals_keras(loop, make, tolerance=1e-4)  # Adam's step of a gradient near 0 depends on its last bits

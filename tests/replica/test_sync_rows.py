@@ -156,7 +156,7 @@ def test_lazy_rows(three_workers: list[list[Training]]) -> None:
     of_each = [trainings[2:] for trainings in three_workers]
     for whole, by_row in of_each:
         assert not whole.tables
-        assert "its 20,001 rows travel in each step, since Adam" in whole.note
+        assert f"its {ROWS:,} rows travel in each step, since Adam" in whole.note
         assert len(by_row.tables) == 2
         assert "Adam changes only the rows that a batch looks up" in by_row.note
         for found, wanted in zip(whole.weights, by_keras(MODELS["adam"](), SPLITS, 570), strict=True):
