@@ -77,8 +77,8 @@ class _Partitioner:
     """Cuts variables along their first axis, into parts of at least `min_part_bytes` on as many ps.
 
     Of a table each part has every n-th row: ids are often in the order of how frequent they are, and a part with the
-    first rows would have most of the work. Of 500 ids of a million rows by Zipf's law the busier of
-    two ps has 52 % of the unique ones so, and 93 % of them if the first half of the rows lies there.
+    first rows would have most of the work. Of a batch of 500 ids by Zipf's law, in a table of a million rows on two ps,
+    the busier ps has 52 % of the unique ids. It would have 93 % if it held the first half of the rows.
     """
 
     def __init__(self, balance: _Balance, min_part_bytes: int) -> None:
