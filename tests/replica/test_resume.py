@@ -18,7 +18,7 @@ import tensorflow as tf
 from tests.replica.small_runs import run_config, source_and_splits
 from tests.unit.test_saving import facts
 from tf2dist import registry
-from tf2dist.checkpoint.snapshot import Snapshot, Weights, from_bytes, to_bytes
+from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, of_description, pack, unpack
 from tf2dist.checkpoint.state import check_keras
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config import keras_settings
@@ -37,7 +37,7 @@ def taken(loop: Any) -> Snapshot:
 
 
 def arrived(snapshot: Snapshot) -> Snapshot:
-    found = from_bytes(to_bytes(snapshot))
+    found = of_description(*unpack(pack(describe(snapshot), snapshot.arrays)))
     assert isinstance(found, Snapshot)
     return found
 

@@ -1,6 +1,9 @@
 """Synchronous workers start with the same model, or report in one line what differs."""
 
 import os
+import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,6 +17,7 @@ from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.synchronous import same_start
+from tf2dist.training.synchronous.workers import PIECE_BYTES, Workers
 
 layers = keras.layers
 UNSEEDED = np.random.default_rng
@@ -25,6 +29,17 @@ def own_weights(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     logits = layers.Dense(num_classes)
     model = keras.Sequential([keras.Input(input_shape), layers.Flatten(), logits])
     logits.set_weights([UNSEEDED().normal(size=weight.shape) for weight in logits.get_weights()])
+    return model
+
+
+@registry.register_model("own_table")
+def own_table(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Draws a table that is sent in several pieces, and of which rows travel."""
+    pixels = keras.Input(input_shape)
+    ids = keras.ops.cast(layers.Flatten()(pixels) * 16, "int32")
+    table = layers.Embedding(70_000, 16)
+    model = keras.Model(pixels, layers.Dense(num_classes)(layers.GlobalAveragePooling1D()(table(ids))))
+    table.set_weights([UNSEEDED().normal(size=(70_000, 16))])
     return model
 
 
@@ -72,11 +87,52 @@ def test_optimizers_without_a_configuration_can_be_compared() -> None:
     assert function == number != schedule
 
 
-def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorkers) -> None:
-    first, *others = sync_workers(train, 3, (run_config("own_weights"),))
+@pytest.mark.parametrize("model", ["own_weights", "own_table"])
+def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorkers, model: str) -> None:
+    first, *others = sync_workers(train, 3, (run_config(model),))
     for other in others:
         for expected, found in zip(first, other, strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+def all_sorts() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 256, 3 * PIECE_BYTES + 12, np.uint8)  # as floats: NaN, -0.0 and all others
+    columns = np.asfortranarray(random.random([500, 1000], np.float32))
+    return {
+        "bits": bits.view(np.float32),
+        "bytes": bits[: PIECE_BYTES + 1],
+        "columns": columns,
+        "small": bits[:5],
+        "none": np.zeros([0, 3]),
+        "number": np.array(7),
+    }
+
+
+def sent(worker: SyncWorker) -> tuple[list[str], dict[str, np.ndarray], int]:
+    """What arrives, and by how many MB the memory of the process grows when 512 MB are sent."""
+    workers, leads = Workers(worker.cluster, worker.task, worker.strategy), worker.task.index == 0
+    head, arrays = workers.broadcast_arrays(["head"] if leads else None, all_sorts() if leads else {})
+    before = anonymous_mb()
+    with tempfile.TemporaryFile() as file:
+        zeros = np.memmap(file, np.float32, "w+", shape=(128, 1 << 20))
+        workers.broadcast_arrays(None, {"zeros": zeros} if leads else {})
+    return head, arrays, anonymous_mb() - before
+
+
+def anonymous_mb() -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.findall(r"RssAnon:\s*(\d+)", status)[0]) >> 10
+
+
+def test_arrays_arrive_bit_by_bit_and_in_little_memory(sync_workers: SyncWorkers) -> None:
+    for head, arrays, grown_mb in sync_workers(sent, 2):
+        assert head == ["head"]
+        assert arrays.keys() == all_sorts().keys()
+        for name, array in all_sorts().items():
+            assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
+            assert arrays[name].tobytes() == array.tobytes(), name
+        assert grown_mb < 100
 
 
 DIFFERENCES = {

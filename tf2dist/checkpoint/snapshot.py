@@ -14,8 +14,9 @@ import io
 import json
 import os
 import struct
+import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,37 @@ def unpack(packed: bytes) -> tuple[Any, dict[str, np.ndarray]]:
         return json.loads(head), dict(arrays)
 
 
-def to_bytes(start: Snapshot | Weights) -> bytes:
-    """Packs a snapshot or weights for a task that cannot read the run directory."""
+def describe(start: Snapshot | Weights | None) -> Any:
+    """A value of JSON that says, for a task that gets the arrays beside it, of what they are."""
     # The facts tell a snapshot from weights: only a snapshot has any.
-    head = [start.step, start.facts.to_json()] if isinstance(start, Snapshot) else [0, {}]
-    return pack(head, start.arrays)
+    if isinstance(start, Snapshot):
+        return [start.step, start.facts.to_json()]
+    return [0, {}] if start else None
 
 
-def from_bytes(packed: bytes) -> Snapshot | Weights:
-    """Unpacks the result of `to_bytes`."""
-    (step, facts), arrays = unpack(packed)
+def of_description(description: Any, arrays: dict[str, np.ndarray]) -> Snapshot | Weights | None:
+    """What `describe` has described."""
+    if description is None:
+        return None
+    step, facts = description
     return Snapshot(step, arrays, Facts.of_json(facts)) if facts else Weights(arrays)
+
+
+def in_file(pieces: Iterable[np.ndarray], shape: tuple[int, ...], folder: str | None = None) -> np.ndarray:
+    """An array of pieces, in C order, that is mapped from a file without a name, which ends with the array.
+
+    Args:
+        folder: for the file; None for that of temporary files.
+
+    Raises:
+        OSError: there is no room for the file.
+    """
+    # Written and then mapped: on a full disk a write into a mapping would end the process.
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for piece in pieces:
+            file.write(piece.data)
+        file.flush()
+        return np.memmap(file, piece.dtype, "r", shape=shape)
 
 
 def is_finite(array: np.ndarray) -> bool:

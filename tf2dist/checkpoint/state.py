@@ -5,7 +5,6 @@ The names depend neither on the mode nor on the number of workers or ps: "model/
 """
 
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 
@@ -13,7 +12,7 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights, is_finite
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights, in_file, is_finite
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
@@ -123,18 +122,14 @@ def values(named: Named, by_row: Collection[str] = (), folder: str | None = None
     # Each ps advances its copy once for each step, so the first one stands for all.
     firsts = {name: variables[0] for name, variables in named.items()}
     arrays = finite({name: variable.value.numpy() for name, variable in firsts.items() if name not in by_row})
-    return arrays | {name: _in_file(name, firsts[name], folder) for name in firsts if name in by_row}
+    tables = {name: variable for name, variable in firsts.items() if name in by_row}
+    return arrays | {name: in_file(_pieces(name, v), tuple(v.shape), folder) for name, v in tables.items()}
 
 
-def _in_file(name: str, variable: keras.Variable, folder: str | None) -> np.ndarray:
-    # Written and then mapped: on a full disk a write into a mapping would end the process.
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for first, last in row_pieces(variable):
-            piece = finite({name: read_piece(variable, first, last)})[name]
-            file.write(piece.data)
-            heartbeat.progress()
-        file.flush()
-        return np.memmap(file, piece.dtype, "r", shape=tuple(variable.shape))
+def _pieces(name: str, variable: keras.Variable) -> Iterator[np.ndarray]:
+    for first, last in row_pieces(variable):
+        yield finite({name: read_piece(variable, first, last)})[name]
+        heartbeat.progress()
 
 
 def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

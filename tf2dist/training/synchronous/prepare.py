@@ -144,12 +144,11 @@ def prepare(
     # The same values everywhere: those of worker 0, then those of a compiled model's optimizer, then those of the
     # snapshot, which is younger.
     named = named_variables(step.model, step.variables, [optimizer]) | step.outside
-    synchronize_initial_state(
-        config, splits, named, optimizer, workers.index, workers.count, workers.add_up, workers.broadcast
-    )
+    by_row = names_by_row(named, step.tables)
+    synchronize_initial_state(config, splits, named, by_row, optimizer, workers)
     if step.earlier_optimizer is not None:
         take_over(named, step.model, step.variables, step.earlier_optimizer)
-    restored_from = restore(named, start, config, names_by_row(named, step.tables))
+    restored_from = restore(named, start, config, by_row)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
     # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
     for counter in counters_of(optimizer) if not has_scale else []:

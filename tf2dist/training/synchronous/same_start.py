@@ -7,18 +7,19 @@ hold only one worker's copy.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.snapshot import pack, unpack
 from tf2dist.checkpoint.state import Named, assign, values
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.errors import ConfigError, DataError, RequestError
+from tf2dist.process.parts import read_piece, row_pieces
 from tf2dist.process.tf_internals import inner_optimizers, trained_variables
+from tf2dist.training.synchronous.workers import Workers
 
 DIGEST_BYTES = 6  # as many as a float64 holds exactly, since digests travel through a sum
 OF_ALL = "random choices are the same everywhere if they come from random or numpy.random, which have the run's seed"
@@ -28,17 +29,14 @@ def synchronize_initial_state(
     config: RunConfig,
     splits: Splits,
     named: Named,
+    by_row: Collection[str],
     optimizer: keras.Optimizer,
-    worker: int,
-    num_workers: int,
-    add_up: Callable[[np.ndarray], np.ndarray],
-    broadcast: Callable[[bytes], bytes],
+    workers: Workers,
 ) -> None:
     """Compares what all workers have made, and gives all of them the weights of worker 0; to be called by all.
 
     Args:
-        add_up: sums the vectors that all workers pass to it, float64 [n].
-        broadcast: returns the bytes that worker 0 passes to it.
+        by_row: the names of tables; see `names_by_row`.
 
     Raises:
         DataError: a worker has other data than worker 0.
@@ -48,14 +46,17 @@ def synchronize_initial_state(
     own = [_description_of(splits), str(sorted(shapes.items())).encode(), _description_of_optimizer(optimizer)]
     of_model = {name: variables for name, variables in named.items() if not name.startswith("optimizer/")}
     weights = hashlib.sha256()
-    for variables in of_model.values():
-        weights.update(np.ascontiguousarray(variables[0].numpy()).tobytes())
+    for name, (variable, *_) in of_model.items():
+        for first, last in row_pieces(variable) if name in by_row else []:
+            weights.update(read_piece(variable, first, last).data)
+        if name not in by_row:
+            weights.update(np.ascontiguousarray(variable.numpy()).tobytes())
 
     # Each worker fills its own row, so the sum holds the rows of all.
-    digests = np.zeros([num_workers, len(own) + 1])
-    digests[worker] = [*(_as_number(hashlib.sha256(text)) for text in own), _as_number(weights)]
+    digests = np.zeros([workers.count, len(own) + 1])
+    digests[workers.index] = [*(_as_number(hashlib.sha256(text)) for text in own), _as_number(weights)]
     # Every worker sees all rows, so all of them raise the same error and none is left waiting.
-    everywhere = add_up(digests.reshape(-1)).reshape(digests.shape)
+    everywhere = workers.add_up(digests.reshape(-1)).reshape(digests.shape)
     differs = everywhere != everywhere[0]
     for number in range(len(own)):
         if differs[:, number].any():
@@ -65,8 +66,8 @@ def synchronize_initial_state(
     # Weights alone may differ, if a builder draws them where the seed does not reach: all workers take worker 0's. The
     # broadcast is left out if they are equal, since it costs time with a large model.
     if differs[:, -1].any():
-        arrays = unpack(broadcast(pack(None, values(of_model))))[1]
-        assign(of_model, arrays)
+        _, arrays = workers.broadcast_arrays(None, values(of_model, by_row) if workers.index == 0 else {})
+        assign(of_model, arrays, by_row)
 
 
 def _errors(config: RunConfig, others: str) -> list[RequestError]:

@@ -2,16 +2,19 @@
 
 import functools
 import json
+import math
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.snapshot import Snapshot, Weights, from_bytes, to_bytes
+from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, in_file, of_description, pack, unpack
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ConfigError
-from tf2dist.process import devices
+from tf2dist.process import devices, heartbeat
 from tf2dist.process.strategy import (
     LEAVE_TIMEOUT_SECS,
     barrier,
@@ -23,6 +26,7 @@ from tf2dist.training.synchronous import mesh, summing
 from tf2dist.training.synchronous.all_reduce import AllReduce
 
 FINISH_TIMEOUT_SECS = 60.0
+PIECE_BYTES = 1 << 20  # of an array that is sent; with four times as much the memory for copies doubles
 
 
 class Workers:
@@ -73,9 +77,39 @@ class Workers:
 
     def broadcast_start(self, start: Snapshot | Weights | None) -> Snapshot | Weights | None:
         """What worker 0 has read, which alone reads the run directory."""
-        # A run begins with nothing, a snapshot or weights; no bytes at all stand for nothing.
-        shared = self.broadcast(to_bytes(start) if start else b"")
-        return from_bytes(shared) if shared else None
+        return of_description(*self.broadcast_arrays(describe(start), start.arrays if start else {}))
+
+    def broadcast_arrays(self, head: Any, arrays: dict[str, np.ndarray]) -> tuple[Any, dict[str, np.ndarray]]:
+        """The value of JSON and the arrays by name that worker 0 passes.
+
+        Raises:
+            OSError: there is no room for the temporary files from which the other workers map large arrays.
+        """
+        if self.count == 1:
+            return head, arrays
+        own = arrays if self.index == 0 else {}
+        small = {name: array for name, array in own.items() if array.nbytes <= PIECE_BYTES}
+        large = [(name, array.dtype.str, array.shape) for name, array in own.items() if name not in small]
+        (head, large), received = unpack(self.broadcast(pack([head, large], small)))
+        # A broadcast takes several times the memory of what it sends.
+        for name, dtype, shape in large:
+            pieces = self._pieces(own.get(name), math.prod(shape) * np.dtype(dtype).itemsize)
+            in_type = (piece.view(dtype) for piece in pieces)
+            received[name] = in_file(in_type, tuple(shape)) if self.index else own[name]
+            for _ in pieces:  # those that worker 0 sends
+                pass
+        return head, received
+
+    def _pieces(self, own: np.ndarray | None, num_bytes: int) -> Iterator[np.ndarray]:
+        """The bytes of an array of worker 0, piece by piece."""
+        flat = np.empty(0, np.uint8) if own is None else own.reshape(-1).view(np.uint8)
+        for first in range(0, num_bytes, PIECE_BYTES):
+            piece, part = np.zeros(PIECE_BYTES, np.uint8), flat[first : first + PIECE_BYTES]
+            piece[: len(part)] = part
+            # A sum of whole numbers is exact. A variable, as `broadcast` makes it, stays in memory until Python looks
+            # for garbage.
+            yield self.add_up(piece.view(np.int64)).view(np.uint8)[: num_bytes - first]
+            heartbeat.progress()
 
     def all_reduce(self, choice: str, timeout_secs: float) -> AllReduce | None:
         """Our own all-reduce, or None for TensorFlow's, which is NCCL if `communication` says so.
