@@ -97,15 +97,29 @@ def stopped_peak_mb(command: Command, *options: str) -> int:
     """Runs until two more checkpoints are there, and stops; the most memory of the coordinator that no file has."""
     run_dir = command.folder / "run"
     before = set(steps(run_dir))
-    process = command.start("mode=async", *OPTIONS, "train.steps=1000000", "checkpoint.every_steps=20", *options)
+
+    def stop(process: subprocess.Popen[str]) -> None:
+        wait_until(lambda: len(set(steps(run_dir)) - before) > 1, process, timeout_secs=120)
+        process.send_signal(signal.SIGTERM)
+
+    return peak_mb(command, stop, 143, "train.steps=1000000", "checkpoint.every_steps=20", *options)
+
+
+def ended_peak_mb(command: Command, *options: str) -> int:
+    """Goes on for some steps, to the end of a run; likewise."""
+    last = int(steps(command.folder / "run")[-1].removeprefix("step-"))
+    return peak_mb(command, lambda process: None, 0, f"train.steps={last + 20}", *options)
+
+
+def peak_mb(command: Command, act: Callable[[subprocess.Popen[str]], None], code: int, *options: str) -> int:
     peaks: list[int] = []
+    process = command.start("mode=async", *OPTIONS, *options)
     sampling = threading.Thread(target=_sample, args=(process, peaks))
     sampling.start()
-    wait_until(lambda: len(set(steps(run_dir)) - before) > 1, process, timeout_secs=120)
-    process.send_signal(signal.SIGTERM)
+    act(process)
     finished = command.finish(process)
     sampling.join()
-    assert finished.code == 143, finished
+    assert finished.code == code, finished
     assert len(peaks) > 20
     return max(peaks)
 
@@ -134,7 +148,8 @@ def test_the_coordinator_never_holds_a_table(command: Command, tmp_path: Path) -
         own = Command(tmp_path / str(rows))
         own.folder.mkdir()
         users = f"data.num_users={rows}"
-        peaks[rows] = [stopped_peak_mb(own, users, *PARTITIONED), stopped_peak_mb(own, users, "cluster.num_ps=1")]
+        peaks[rows] = [stopped_peak_mb(own, users, *PARTITIONED), ended_peak_mb(own, users, "cluster.num_ps=1")]
+        assert (own.folder / "run" / "model.keras").stat().st_size > rows * 128
     for small, large in zip(*peaks.values(), strict=True):
         assert large < small + 100, peaks
 

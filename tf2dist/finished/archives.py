@@ -34,7 +34,8 @@ def sizes(folder: Path) -> tuple[list[int], list[int]]:
     def add(_: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
             # Keras saves no names of variables. A Dense without a bias is taken for a table, too.
-            is_table = item.ndim == 2 and item.dtype == "float32" and len(item.parent) == 1
+            is_alone = len(item.parent) == 1 or item.name.startswith("/optimizer/")
+            is_table = item.ndim == 2 and item.dtype == "float32" and is_alone
             (tables if is_table and item.nbytes >= LARGE_BYTES else others).append(item.nbytes)
 
     with h5py.File(folder / WEIGHTS) as file:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.store import Checkpoints, step_of
@@ -19,7 +18,7 @@ from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
 from tf2dist.finished.archives import sizes as sizes_of
 from tf2dist.finished.archives import unpack
-from tf2dist.finished.names import MODEL, OPTIMIZER, fill, lack_of_memory
+from tf2dist.finished.names import MODEL, OPTIMIZER, fill, is_in_file, lack_of_memory
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
 from tf2dist.model.saved import without_optimizer
 from tf2dist.process.file_tables import LARGE_BYTES, Tables
@@ -96,10 +95,11 @@ def _from_checkpoint(folder: Path, step: int | None, objects: dict[str, Any], ta
     snapshot = _snapshot(folder, step)
     arrays = {name: array for name, array in snapshot.arrays.items() if name.startswith((MODEL, OPTIMIZER))}
     names, config = _description(folder / DESCRIPTION)
-    in_files = {name: array.nbytes for name, array in arrays.items() if tables and _is_large_table(name, array)}
-    if in_files and (without := without_optimizer(config, objects)):
+    has_large_tables = any(is_in_file(name, array) for name, array in arrays.items())
+    if tables and has_large_tables and (without := without_optimizer(config, objects)):
         config = without
         arrays = {name: array for name, array in arrays.items() if name.startswith(MODEL)}
+    in_files = {name: array.nbytes for name, array in arrays.items() if tables and is_in_file(name, array)}
     _check_memory(folder, [array.nbytes for name, array in arrays.items() if name not in in_files], tables)
     with contextlib.ExitStack() as stack:
         if tables and in_files:
@@ -136,10 +136,6 @@ def _whole(path: Path, objects: dict[str, Any], tables: Tables | None) -> keras.
     _check_memory(path.parent, [path.stat().st_size], tables)
     model: keras.Model = _loaded(path, lambda: keras.saving.load_model(path, custom_objects=objects))
     return model
-
-
-def _is_large_table(name: str, array: np.ndarray) -> bool:
-    return name.startswith(MODEL) and name.endswith("/embeddings") and array.nbytes >= LARGE_BYTES
 
 
 def _check_room(run_dir: Path, tables: Tables, needed: int) -> None:

@@ -1,5 +1,6 @@
 """Matches the variables of a Keras model with the names that another model of the same kind has for them."""
 
+import re
 from collections.abc import Collection
 
 import keras
@@ -8,7 +9,7 @@ import numpy as np
 from tf2dist.checkpoint.state import Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError
 from tf2dist.linux import free_memory
-from tf2dist.process.file_tables import put
+from tf2dist.process.file_tables import LARGE_BYTES, put
 from tf2dist.process.tf_internals import counters_of, layers_of, seeds_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -52,6 +53,11 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     has_count = any(name.startswith(f"{OPTIMIZER}loss_scale/") for name in arrays)
     for counter in counters_of(model.optimizer) if not has_count else []:
         counter.assign(step)
+
+
+def is_in_file(name: str, array: np.ndarray) -> bool:
+    """Whether an array of a run lies in a file where `Tables` are in use: of an Embedding, or of its optimizer."""
+    return bool(re.search("/embeddings(/[^/]+)?$", name)) and array.nbytes >= LARGE_BYTES
 
 
 def lack_of_memory(sizes: Collection[int]) -> str:

@@ -18,8 +18,10 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import flush
 from tf2dist.errors import reason_of
 from tf2dist.files import write_whole
-from tf2dist.finished.names import OPTIMIZER, copy_names, fill, lack_of_memory, saved_variables
+from tf2dist.finished.names import OPTIMIZER, copy_names, fill, is_in_file, lack_of_memory, saved_variables
 from tf2dist.model.optimizer_checks import prepare_choice
+from tf2dist.model.saved import WEIGHTS
+from tf2dist.process.file_tables import Tables
 from tf2dist.process.tf_internals import inner_optimizers, learning_rate_of, set_learning_rates
 
 MODEL_FILE, DESCRIPTION = "model.keras", "model.json"
@@ -66,14 +68,18 @@ def write_model(
         build: makes a new compiled model like `trained`, with plain variables in this process.
         warn: called if the file cannot be written, which does not end the run.
     """
+    folder = run_dir / TEMPORARY
     try:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed while it wrote
+        folder.mkdir(mode=0o700)
         arrays, names = read_arrays(), list(saved_variables(trained))
         arrays = {name: array for name, array in arrays.items() if name in names or name.startswith(OPTIMIZER)}
-        if lack := lack_of_memory([array.nbytes for array in arrays.values()]):
+        if lack := lack_of_memory([array.nbytes for name, array in arrays.items() if not is_in_file(name, array)]):
             warn(f"{MODEL_FILE} was not written: it {lack}; the checkpoints have the model, for load_model")
             return
         # On the CPU: beside the model of the run a second one with its optimizer may not fit on a GPU.
-        with tf.device("CPU:0"):
+        tables = Tables(folder / "tables")
+        with tf.device("CPU:0"), tables.in_use():
             model = build()
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
@@ -82,9 +88,14 @@ def write_model(
             copy_names(model, trained)
             named = trained.trainable_variables  # a MultiOptimizer has to find the variables by their new names
             prepare_choice(model.name, model.optimizer, model.trainable_variables, named)
-            _save(run_dir, model)
+            # Not zipped by Keras, which would first hold all weights in memory once more.
+            keras.saving.save_model(model, folder / "unzipped", zipped=False)
+        tables.write_into(folder / "unzipped" / WEIGHTS)
+        _zip(folder / "unzipped", run_dir)
     except Exception as error:  # builders and get_config of the user's layers may raise anything
         warn(f"{MODEL_FILE} could not be written ({_reason(error)}); the weights are in the checkpoints")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _set_rates(optimizer: keras.Optimizer, source: keras.Optimizer) -> None:
@@ -97,23 +108,15 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or reason_of(error))
 
 
-def _save(run_dir: Path, model: keras.Model) -> None:
-    """Saves the model whole or not at all, without following links."""
-    # Into a new folder and then moved: Keras opens the path itself and would follow a link that has this name.
-    folder = run_dir / TEMPORARY
-    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed while it wrote
-    folder.mkdir(mode=0o700)
-    try:
-        # Not zipped by Keras, which would first hold all weights in memory once more.
-        unzipped, path = folder / "unzipped", folder / MODEL_FILE
-        keras.saving.save_model(model, unzipped, zipped=False)
-        with zipfile.ZipFile(path, "w") as archive:
-            for part in sorted(unzipped.rglob("*")):
-                archive.write(part, part.relative_to(unzipped))
-        # On disk before it gets its name: after a power failure the name must not lead to an empty file.
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        path.replace(run_dir / MODEL_FILE)
-        flush(run_dir)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _zip(saved: Path, run_dir: Path) -> None:
+    """Makes model.keras of a saved model, whole or not at all, without following links."""
+    # In the new folder and then moved: a link that has this name would be followed.
+    path = saved.with_name(MODEL_FILE)
+    with zipfile.ZipFile(path, "w") as archive:
+        for part in sorted(saved.rglob("*")):
+            archive.write(part, part.relative_to(saved))
+    # On disk before it gets its name: after a power failure the name must not lead to an empty file.
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    path.replace(run_dir / MODEL_FILE)
+    flush(run_dir)

@@ -1,4 +1,6 @@
-"""Large tables of embeddings in files that a process maps, for models that look rows up and are not trained.
+"""Large tables of embeddings in files that a process maps, with what optimizers hold for each of their rows.
+
+They are for models that look rows up and are not trained, and for models that are only written.
 
 The kernel reads the pages of a mapped file when their rows are looked up, and takes the memory back when it is needed.
 """
@@ -11,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
@@ -20,7 +23,11 @@ from tf2dist.process.tf_internals import dataset_of, table_of
 
 LARGE_BYTES = 16 << 20  # of a table; smaller ones stay in memory
 NOT_FILLED = 0x7FC0AB1E  # the bits of the first number of a table that has no values yet, a NaN
-METHODS = ("add_weight", "load_own_variables", "save_own_variables")  # of an Embedding, all of them public
+# All of them public.
+METHODS = {
+    keras.layers.Embedding: ("add_weight", "load_own_variables", "save_own_variables"),
+    keras.Optimizer: ("add_variable_from_reference", "load_own_variables", "save_own_variables"),
+}
 
 
 class Tables:
@@ -35,6 +42,7 @@ class Tables:
         folder.mkdir(exist_ok=True)
         self._made: dict[int, tuple[keras.Variable, Any]] = {}  # each with its initializer, by id
         self._numbers: dict[int, tuple[keras.Variable, int]] = {}  # by id
+        self._places: dict[str, tuple[keras.Variable, int]] = {}  # by the place of a number in the file of weights
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -44,18 +52,18 @@ class Tables:
         any model, is the number of its file, which only `Tables` of the same folder understand.
         """
         token = _used.set(self)
-        own = {name: vars(keras.layers.Embedding).get(name) for name in METHODS}
+        own = [(kind, name, vars(kind).get(name)) for kind, names in METHODS.items() for name in names]
         try:
-            for name in METHODS:
-                setattr(keras.layers.Embedding, name, _method(name, getattr(keras.layers.Embedding, name)))
+            for kind, name, _ in own:
+                setattr(kind, name, _method(kind, name, getattr(kind, name)))
             yield
             self._draw_rest()
         finally:
-            for name, method in own.items():
+            for kind, name, method in own:
                 if method:
-                    setattr(keras.layers.Embedding, name, method)
+                    setattr(kind, name, method)
                 else:  # inherited
-                    delattr(keras.layers.Embedding, name)
+                    delattr(kind, name)
             _used.reset(token)
 
     def has(self, variable: keras.Variable) -> bool:
@@ -72,39 +80,70 @@ class Tables:
         """
         self._map(table, self._write(table, rows))
 
-    # In place of the methods of an Embedding; `original` is bound to it.
+    def write_into(self, weights: Path) -> None:
+        """Writes the tables into the HDF5 file of a model that was saved last, in place of their numbers.
 
-    def add_weight(self, original: Callable[..., Any], layer: Any, *args: Any, **options: Any) -> Any:
-        dtype = options.get("dtype") or layer.variable_dtype
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with h5py.File(weights, "r+") as file:
+            for place, (variable, number) in self._places.items():
+                del file[place]
+                dataset = file.create_dataset(place, tuple(variable.shape), np.float32)
+                array = np.memmap(self._path(number), np.float32, "r", shape=dataset.shape)
+                for first, last in row_pieces(variable):
+                    dataset[first:last] = array[first:last]
+
+    # In place of the methods of an Embedding or an optimizer, the owner; `original` is bound to it.
+
+    def add_weight(self, original: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
+        dtype = options.get("dtype") or owner.variable_dtype
         if options.get("name") != "embeddings" or not _is_large(options["shape"], dtype):
             return original(*args, **options)
-        # It would draw the whole table in memory, for values that are overwritten.
-        initializer = keras.initializers.get(options["initializer"])
-        variable = original(*args, **options | {"initializer": lambda shape, dtype: self._not_filled(shape)})
-        self._made[id(variable)] = variable, initializer
-        return variable
+        return self._make(options["initializer"], lambda empty: original(*args, **options | {"initializer": empty}))
 
-    def load_own_variables(self, original: Callable[..., Any], layer: Any, store: Any) -> None:
-        table, saved = table_of(layer), dataset_of(store, "0")
-        if table is None or saved is None or not self.has(table) or len(store.keys()) != 1:
-            original(store)
-        elif saved.shape == ():
-            self._map(table, int(saved[()]))
-        elif saved.shape == tuple(table.shape) and saved.dtype == np.float32:
-            self.put(table, saved)
-        else:  # of another model, which Keras reports
-            original(store)
+    def add_variable_from_reference(
+        self, original: Callable[..., Any], owner: Any, reference: Any, name: Any = None, initializer: Any = "zeros"
+    ) -> Any:
+        if not self.has(reference):
+            return original(reference, name, initializer)
+        return self._make(initializer, lambda empty: original(reference, name, empty))
 
-    def save_own_variables(self, original: Callable[..., Any], layer: Any, store: Any) -> None:
-        table = table_of(layer)
-        if table is None or not _is_large(table.shape, table.dtype):
+    def load_own_variables(self, original: Callable[..., Any], owner: Any, store: Any) -> None:
+        variables = _variables_by_key(owner)
+        saved = {key: dataset_of(store, key) for key in variables}
+        if store.keys() != variables.keys() or not all(_fits(saved[key], variables[key]) for key in variables):
+            original(store)  # nothing that Keras would load, or of another model, which it reports
+            return
+        for key, variable in variables.items():
+            if saved[key].shape != tuple(variable.shape):
+                self._map(variable, int(saved[key][()]))
+            elif self.has(variable):
+                self.put(variable, saved[key])
+            else:
+                variable.assign(store[key])
+
+    def save_own_variables(self, original: Callable[..., Any], owner: Any, store: Any) -> None:
+        variables = _variables_by_key(owner)
+        if not any(_is_large(variable.shape, variable.dtype) for variable in variables.values()):
             original(store)
             return
-        if id(table) not in self._numbers:
-            # Neither `numpy()` nor a tensor of Keras, which make a copy.
-            number = self._write(table, np.asarray(tf.convert_to_tensor(table)))
-            self._numbers[id(table)] = table, number
-        store["0"] = np.array(self._numbers[id(table)][1], np.int64)
+        for key, variable in variables.items():
+            if not _is_large(variable.shape, variable.dtype):
+                store[key] = variable
+                continue
+            if id(variable) not in self._numbers:
+                # Neither `numpy()` nor a tensor of Keras, which make a copy.
+                number = self._write(variable, np.asarray(tf.convert_to_tensor(variable)))
+                self._numbers[id(variable)] = variable, number
+            store[key] = np.array(self._numbers[id(variable)][1], np.int64)
+            self._places[dataset_of(store, key).name] = self._numbers[id(variable)]
+
+    def _make(self, initializer: Any, make: Callable[[Callable[..., tf.Tensor]], Any]) -> Any:
+        # The initializer would draw the whole table in memory, for values that are overwritten.
+        variable = make(lambda shape, dtype: self._not_filled(shape))
+        self._made[id(variable)] = variable, keras.initializers.get(initializer)
+        return variable
 
     def _not_filled(self, shape: Any) -> tf.Tensor:
         # A file without content takes neither memory nor room on the disk, whatever its size.
@@ -157,18 +196,33 @@ def put(variable: keras.Variable, rows: np.ndarray) -> bool:
 _used: ContextVar[Tables | None] = ContextVar("tables", default=None)
 
 
-def _method(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Embedding that calls the one of this name of the tables in use, or else the original one."""
+def _method(kind: type, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls the one of this name of the tables in use, or else the original one."""
 
     @functools.wraps(original)
-    def method(layer: Any, *args: Any, **options: Any) -> Any:
+    def method(owner: Any, *args: Any, **options: Any) -> Any:
         tables = _used.get()
-        # A subclass may do anything with its table.
-        if tables is None or type(layer) is not keras.layers.Embedding:
-            return original(layer, *args, **options)
-        return getattr(tables, name)(functools.partial(original, layer), layer, *args, **options)
+        # A subclass of Embedding may do anything with its table.
+        if tables is None or (kind is keras.layers.Embedding and type(owner) is not kind):
+            return original(owner, *args, **options)
+        return getattr(tables, name)(functools.partial(original, owner), owner, *args, **options)
 
     return method
+
+
+def _variables_by_key(owner: Any) -> dict[str, keras.Variable]:
+    """What Keras saves of an optimizer or an Embedding, under its keys; empty for one that does more than look up."""
+    if isinstance(owner, keras.Optimizer):
+        return {str(number): variable for number, variable in enumerate(owner.variables)}
+    table = table_of(owner)
+    return {} if table is None else {"0": table}
+
+
+def _fits(saved: Any, variable: keras.Variable) -> bool:
+    """Whether a dataset holds the values of a variable, or the number of their file."""
+    if saved is None or saved.shape == ():
+        return saved is not None
+    return bool(saved.shape == tuple(variable.shape) and saved.dtype == variable.dtype)
 
 
 def _is_large(shape: Any, dtype: str) -> bool:
