@@ -1,7 +1,11 @@
 """Models with large tables in files, in one process: the same values as in memory, whatever a model does with them."""
 
+import contextlib
+import os
 import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +20,7 @@ from tests.replica.test_finished import leave
 from tf2dist.errors import CheckpointError, ConfigError
 from tf2dist.finished import names
 from tf2dist.finished.loading import load_in_files
-from tf2dist.finished.writing import MODEL_FILE
+from tf2dist.finished.writing import MODEL_FILE, write_model
 from tf2dist.process.file_tables import LARGE_BYTES, METHODS, Tables
 
 ROWS = LARGE_BYTES // 64 + 3
@@ -162,6 +166,41 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
                 ConfigError, match=r"TMPDIR \(.*\): the model of .* needs 0\.0 GB there, and 0\.0 GB are"
             ):
                 load_in_files(tmp_path, step, {}, Tables(tmp_path / "tables"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    """Wherever it is full, there is no model.keras, and the process lives on."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([1], dtype="int32"), keras.layers.Embedding(ROWS, 16, name="users")])
+        model.compile("sgd", "mse")
+        return model
+
+    model, warnings = build(), list[str]()
+    arrays = {"model/users/embeddings": model.layers[0].embeddings.numpy()}
+    for free_kb in (0, 4, 8, 24 << 10, 40 << 10, 56 << 10):
+        with open(small_disk / "fill", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        (small_disk / "run").mkdir(exist_ok=True)
+        os.truncate(small_disk / "fill", (small_disk / "fill").stat().st_size - (free_kb << 10))
+        write_model(small_disk / "run", model, model.optimizer, lambda: arrays, 7, build, warnings.append)
+        assert [path.name for path in (small_disk / "run").iterdir()] == [MODEL_FILE] * (free_kb == 56 << 10)
+    assert len(warnings) == 5
+    assert {warning.partition(";")[0] for warning in warnings} == {
+        "model.keras could not be written (No space left on device)"
+    }
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

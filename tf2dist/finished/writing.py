@@ -6,6 +6,7 @@ model.json     its description without weights, from the start of a run; those o
 
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -105,7 +106,8 @@ def _set_rates(optimizer: keras.Optimizer, source: keras.Optimizer) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or reason_of(error))
+    of_hdf5 = re.search("errno = [0-9]+, error message = '(.*?)'", str(error))  # among addresses and times
+    return of_hdf5[1] if of_hdf5 else str(getattr(error, "strerror", None) or reason_of(error))
 
 
 def _zip(saved: Path, run_dir: Path) -> None:

@@ -146,11 +146,11 @@ class Tables:
         return variable
 
     def _not_filled(self, shape: Any) -> tf.Tensor:
-        # A file without content takes neither memory nor room on the disk, whatever its size.
+        # What a file has not been given takes neither memory nor room on the disk, whatever its size.
         with tempfile.TemporaryFile(dir=self.folder) as file:
-            array = np.memmap(file, np.float32, "w+", shape=tuple(shape))
-        array.view(np.uint32)[0, 0] = NOT_FILLED
-        return _tensor_over(array)
+            file.write(np.uint32(NOT_FILLED).tobytes())
+            file.flush()
+            return _tensor_over(np.memmap(file, np.float32, "r+", shape=tuple(shape)))
 
     def _draw_rest(self) -> None:
         """Draws tables that a model has, but not the file from which it was loaded, as Keras does."""
