@@ -143,6 +143,34 @@ def command(tmp_path: Path) -> Command:
     return Command(tmp_path)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system in memory, with an option of tmpfs such as size=3m, and returns its folder."""
+    folder = tmp_path / "disk"
+
+    def mount(option: str) -> Path:
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)]
+        mounted = subprocess.run(command, capture_output=True, text=True)
+        if mounted.returncode != 0:
+            pytest.skip(f"this system lets nobody mount a small file system: {mounted.stderr.strip()}")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def leave_free(folder: Path, num_bytes: int) -> Path:
+    """Fills a file system but for so many bytes; returns the file that fills it."""
+    fill = folder / "fill"
+    with open(fill, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(fill, fill.stat().st_size - num_bytes)
+    return fill
+
+
 def our_processes() -> list[psutil.Process]:
     """Fork servers and the tasks forked from them, of any run on this machine started from these tests."""
     mark = os.environ["TF2DIST_TEST_MARK"]

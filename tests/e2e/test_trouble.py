@@ -1,14 +1,13 @@
 """Failures without a lost task: a loss that is not finite, a full disk, an error in the user's code."""
 
 import json
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conftest import Command
+from tests.conftest import Command, leave_free
 
 pytestmark = pytest.mark.timeout(400)  # several runs of some 10 s, each with a limit of its own
 
@@ -35,40 +34,27 @@ def test_a_loss_that_is_not_finite(command: Command, mode: str) -> None:
         assert all(np.isfinite(array).all() for array in arrays.values()), "the last good one stays the newest"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"this system lets nobody mount a small file system: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_full_disk(command: Command, small_disk: Path, mode: str) -> None:
+def test_a_full_disk(small_disk: Callable[[str], Path], mode: str) -> None:
     """The training goes on to its end, and keeps the checkpoint that it could write."""
-    command = Command(small_disk)
+    command = Command(small_disk("size=3m"))
     arguments = [f"mode={mode}", *SMALL, "model=softmax", "checkpoint.every_steps=100", "checkpoint.keep=2"]
     assert command(*arguments, "train.steps=100").code == 0
-    (small_disk / "run" / "model.keras").unlink()  # the next run would remove it, and have room then
-    fill = small_disk / "fill"
-    subprocess.run(["dd", "if=/dev/zero", f"of={fill}", "bs=4k"], stderr=subprocess.DEVNULL, check=False)
+    (command.folder / "run" / "model.keras").unlink()  # the next run would remove it, and have room then
+    fill = leave_free(command.folder, 0)
     finished = command(*arguments, "train.steps=300")
     assert "could not be saved (No space left on device); what was saved before stays" in finished.stderr, finished
     assert "Traceback" not in finished.stderr
     assert "step 300/300" in finished.stderr
     assert finished.code == 1, "the result could not be written either"
     assert "summary.json" in finished.stderr
-    names = [path.name for path in (small_disk / "run" / "checkpoints").iterdir()]
+    names = [path.name for path in (command.folder / "run" / "checkpoints").iterdir()]
     assert names == ["step-0000000100"]
     fill.unlink()
     again = command(*arguments, "train.steps=300")
     assert again.code == 0, again
-    assert json.loads((small_disk / "run" / "summary.json").read_text())["global_step"] == 300
+    assert json.loads((command.folder / "run" / "summary.json").read_text())["global_step"] == 300
 
 
 BROKEN = """

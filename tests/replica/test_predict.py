@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tf2dist
+from tests.conftest import leave_free
 from tf2dist.errors import TrainingError
 from tf2dist.launch import start
 from tf2dist.predicting.ranges import Ranges, range_size
@@ -215,6 +216,21 @@ def test_a_damaged_or_missing_range_is_named(tmp_path: Path) -> None:
     assert not ranges.is_complete()
     with pytest.raises(TrainingError, match=r"000001.npz: cannot be read"):
         ranges.join()
+
+
+def test_a_full_disk(small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("size=1m")
+    ranges = Ranges(disk, 25, 10)
+    for number in range(3):
+        ranges.save(number, [np.ones([ranges.examples(number).stop - 10 * number, 1000], "float32")], "worker-0")
+    for free_kb in (0, 4, 8, 64):
+        fill = leave_free(disk, free_kb << 10)
+        with pytest.raises(
+            TrainingError, match=r"predictions: cannot be written \(No space left on device\); make room"
+        ):
+            ranges.join()
+    fill.unlink()
+    assert ranges.join()[0].sum() == 25_000
 
 
 def test_outputs_of_several_shapes_are_refused(tmp_path: Path) -> None:

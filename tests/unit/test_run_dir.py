@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,21 +122,12 @@ def test_a_metric_that_is_not_a_number_is_null(folder: Path) -> None:
     assert result[1]["auc"] is None
 
 
-@pytest.fixture
-def few_files(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for four files and folders, its root included."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_no_room_for_the_fork_servers_log(few_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_room_for_the_fork_servers_log(
+    small_disk: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_disk("nr_inodes=4")  # four files and folders, its root included
     with pytest.raises(SystemExit) as ended:
-        cli.main([f"run_dir={few_files}/run", "data=digits", "model=softmax", "cluster=local1", "train.steps=1"])
+        cli.main([f"run_dir={folder}/run", "data=digits", "model=softmax", "cluster=local1", "train.steps=1"])
     assert ended.value.code == 2
     assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
 

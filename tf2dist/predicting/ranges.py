@@ -109,21 +109,21 @@ class Ranges:
         shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
         part.mkdir(mode=0o700)
         first = self._read(0)
-        shapes = [(self.num_examples, *leaf.shape[1:]) for leaf in first]
-        files = [
-            np.lib.format.open_memmap(part / f"{number}.npy", "w+", leaf.dtype, shape)
-            for number, (leaf, shape) in enumerate(zip(first, shapes, strict=True))
-        ]
+        # Written, not mapped: on a full disk a write into a mapping would end the process.
+        files = [part / f"{number}.npy" for number in range(len(first))]
+        for path, leaf in zip(files, first, strict=True):
+            head = np.lib.format.header_data_from_array_1_0(leaf) | {"fortran_order": False}
+            with open(path, "xb") as file:
+                np.lib.format.write_array_header_1_0(file, head | {"shape": (self.num_examples, *leaf.shape[1:])})
         for number in range(len(self)):
-            for file, leaf, like in zip(files, self._read(number), first, strict=True):
-                if leaf.shape[1:] != like.shape[1:]:  # numpy would repeat a 1
+            for path, leaf, like in zip(files, self._read(number), first, strict=True):
+                if leaf.shape[1:] != like.shape[1:]:
                     raise ConfigError(
                         f"model: gives outputs of {list(like.shape[1:])} and of {list(leaf.shape[1:])}, which are no "
                         "array together; pad them to one shape"
                     )
-                file[self.examples(number)] = leaf
-        for file in files:
-            file.flush()
+                with open(path, "ab") as file:
+                    file.write(leaf.astype(like.dtype, copy=False).tobytes())
         part.replace(self.joined)
 
     def _read(self, number: int) -> list[np.ndarray]:
