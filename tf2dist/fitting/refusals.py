@@ -5,9 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from tf2dist.config.rules import LAZY_ROWS
 from tf2dist.errors import FitError, kind_of
+from tf2dist.linux import free_memory
 from tf2dist.model.checks import check_trainable
 from tf2dist.model.optimizer_checks import check_loss_scale
 
@@ -35,6 +38,8 @@ ALTERNATIVES = {
     "validation_split": "give validation_data",
     "shuffle": "shuffle in the function, as with dataset.shuffle(1000, seed=shard.seed)",
 }
+# Of all variables, beside the model: what comes from the tasks, what callbacks may have changed, and to compare them.
+COPIES = 4
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
 # Options by which the command line chooses what `fit` is given as Python objects.
 COMMAND_LINE_ONLY = ("model", "optimizer", "data", "experiment", "plugins", "init_from", "init_layers", "keras")
@@ -127,6 +132,23 @@ def check_model(name: str, model: keras.Model, mode: str) -> None:
         raise FitError(
             f"model ({name}): {constrained[0].path} has a constraint, which concurrent updates of several workers "
             "would break; use mode='sync'"
+        )
+
+
+def check_memory(name: str, variables: Sequence[keras.Variable]) -> None:
+    """Refuses a model that does not fit into the memory of this process, in which callbacks see all of its variables.
+
+    Args:
+        variables: of the model and its optimizer, which are there.
+
+    Raises:
+        FitError: says what they need.
+    """
+    size = sum(int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables)
+    if (needed := COPIES * size) > (free := free_memory()):
+        raise FitError(
+            f"model ({name}): needs {needed / 1e9:.1f} GB more of memory in this process, where callbacks see all of "
+            f"its variables, and {free / 1e9:.1f} GB are free; train it with the command and a plugin"
         )
 
 

@@ -100,6 +100,7 @@ class Run:
         steps = None if self._ends_with_data else self.plan.steps_per_epoch or self._steps_per_pass()
         # A compiled model keeps the names that it was made with in this process; its copy has those of the tasks.
         mirror_of_own = Mirror(model, copy, self.splits.layout)
+        refusals.check_memory(name_of(self.model), [*model.variables, *mirror_of_own.optimizer.variables])
         callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
         conversation = self._conversation(job, callbacks)
         try:
