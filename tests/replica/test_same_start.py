@@ -12,6 +12,7 @@ import pytest
 
 from tests.replica.small_runs import run_config, source_and_splits
 from tf2dist import data, registry
+from tf2dist.checkpoint.snapshot import Weights
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
@@ -133,6 +134,15 @@ def test_arrays_arrive_bit_by_bit_and_in_little_memory(sync_workers: SyncWorkers
             assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
             assert arrays[name].tobytes() == array.tobytes(), name
         assert grown_mb < 100
+
+
+def keeps_what_it_has_read(worker: SyncWorker) -> bool:
+    start = Weights({"model/kernel": np.zeros(3)})
+    return Workers(worker.cluster, worker.task, worker.strategy).broadcast_start(start) is start
+
+
+def test_a_single_worker_sends_nothing(sync_workers: SyncWorkers) -> None:
+    assert sync_workers(keeps_what_it_has_read, 1) == [True]
 
 
 DIFFERENCES = {

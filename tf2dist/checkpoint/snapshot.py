@@ -17,7 +17,7 @@ import struct
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,11 @@ class Snapshot:
     def num_updates(self) -> int:
         """How many updates the optimizer has applied, in this run and before it."""
         return self.step + int(self.arrays.get(EARLIER_ARRAY, 0))
+
+    def without_variables(self) -> "Snapshot":
+        """The same without the arrays of the model and of the optimizer, and without the files that they lie in."""
+        groups = "model/", "optimizer/"
+        return replace(self, arrays={name: a for name, a in self.arrays.items() if not name.startswith(groups)})
 
     def weights(self) -> Weights:
         return Weights({name: array for name, array in self.arrays.items() if name.startswith("model/")})

@@ -180,7 +180,8 @@ class Loop(Protocol):
     Attributes:
         earlier_updates: the updates that the optimizer had applied before this run.
         leads: whether this task is the leader.
-        start: the snapshot that the run continues from; None for a new run.
+        start: the snapshot that the run continues from, without the variables of the model and of the
+            optimizer; None for a new run.
         restored_from: a line for the user about what was restored from `start`; empty for nothing.
         epoch_has_ended: whether the data have come to their end, in a run whose epochs end with the data.
         num_unread: of how many workers that end has left data unread.
@@ -323,7 +324,7 @@ class LoopBase(abc.ABC):
         self.step, self.model, self.metrics = run.step, run.step.model, run.step.metrics
         self.by_row = names_by_row(run.named, run.step.tables)
         self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
-        self.restored_from, self.start = run.restored_from, run.start
+        self.restored_from, self.start = run.restored_from, run.start.without_variables() if run.start else None
         self.advice = advice_on(run.step, self.optimizer, run.note)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 

@@ -147,7 +147,7 @@ def prepare(
     by_row = names_by_row(named, step.tables)
     synchronize_initial_state(config, splits, named, by_row, optimizer, workers)
     if step.earlier_optimizer is not None:
-        take_over(named, step.model, step.variables, step.earlier_optimizer)
+        take_over(named, step.model, step.variables, step.earlier_optimizer, by_row)
     restored_from = restore(named, start, config, by_row)
     earlier = earlier_updates(step.earlier_optimizer, resumed)
     # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.

@@ -4,7 +4,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, in_file, of_description, pack, unpack
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.process import devices, heartbeat
 from tf2dist.process.strategy import (
     LEAVE_TIMEOUT_SECS,
@@ -77,16 +78,16 @@ class Workers:
 
     def broadcast_start(self, start: Snapshot | Weights | None) -> Snapshot | Weights | None:
         """What worker 0 has read, which alone reads the run directory."""
+        if self.count == 1:
+            return start
         return of_description(*self.broadcast_arrays(describe(start), start.arrays if start else {}))
 
     def broadcast_arrays(self, head: Any, arrays: dict[str, np.ndarray]) -> tuple[Any, dict[str, np.ndarray]]:
         """The value of JSON and the arrays by name that worker 0 passes.
 
         Raises:
-            OSError: there is no room for the temporary files from which the other workers map large arrays.
+            TrainingError: there is no room for the temporary files from which the other workers map large arrays.
         """
-        if self.count == 1:
-            return head, arrays
         own = arrays if self.index == 0 else {}
         small = {name: array for name, array in own.items() if array.nbytes <= PIECE_BYTES}
         large = [(name, array.dtype.str, array.shape) for name, array in own.items() if name not in small]
@@ -94,10 +95,12 @@ class Workers:
         # A broadcast takes several times the memory of what it sends.
         for name, dtype, shape in large:
             pieces = self._pieces(own.get(name), math.prod(shape) * np.dtype(dtype).itemsize)
-            in_type = (piece.view(dtype) for piece in pieces)
-            received[name] = in_file(in_type, tuple(shape)) if self.index else own[name]
-            for _ in pieces:  # those that worker 0 sends
-                pass
+            if self.index:
+                received[name] = _in_temporary_file((piece.view(dtype) for piece in pieces), tuple(shape))
+            else:
+                received[name] = own[name]
+                for _ in pieces:  # sends them
+                    pass
         return head, received
 
     def _pieces(self, own: np.ndarray | None, num_bytes: int) -> Iterator[np.ndarray]:
@@ -155,3 +158,13 @@ class Workers:
         if self.task == self.cluster.leader:
             others = [task for task in self.cluster.training_tasks if task != self.task]
             reachability.wait_until_gone(self.cluster, others, LEAVE_TIMEOUT_SECS)
+
+
+def _in_temporary_file(pieces: Iterable[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        return in_file(pieces, shape)
+    except OSError as error:
+        raise TrainingError(
+            f"TMPDIR ({tempfile.gettempdir()}): what the run begins with cannot be written there ({error.strerror}); "
+            "make room, or set TMPDIR to another folder"
+        ) from None
