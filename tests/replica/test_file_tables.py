@@ -1,11 +1,9 @@
 """Models with large tables in files, in one process: the same values as in memory, whatever a model does with them."""
 
-import contextlib
-import os
+import functools
 import shutil
-import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +14,15 @@ import pytest
 import tensorflow as tf
 
 import tf2dist
+from tests.conftest import leave_free
 from tests.replica.test_finished import leave
+from tf2dist.checkpoint.snapshot import in_file
 from tf2dist.errors import CheckpointError, ConfigError
 from tf2dist.finished import names
+from tf2dist.finished.archives import sizes
 from tf2dist.finished.loading import load_in_files
 from tf2dist.finished.writing import MODEL_FILE, write_model
-from tf2dist.process.file_tables import LARGE_BYTES, METHODS, Tables
+from tf2dist.process.file_tables import LARGE_BYTES, Tables
 
 ROWS = LARGE_BYTES // 64 + 3
 IDS = np.random.default_rng(0).integers(0, ROWS, [50, 1]).astype(np.int32)
@@ -120,9 +121,8 @@ def test_a_loaded_model_is_that_of_load_model(tmp_path: Path, kind: type[keras.M
     model.fit(x, Y, verbose=0)
     (tmp_path / "run").mkdir()
     assert leave(tmp_path / "run", model, build) == []
-    tables, methods = Tables(tmp_path / "tables"), [dict(vars(kind)) for kind in METHODS]
+    tables = Tables(tmp_path / "tables")
     loaded = load_in_files(tmp_path / "run", step, CUSTOM, tables)
-    assert [dict(vars(kind)) for kind in METHODS] == methods
     num_tables = 3 if kind is OwnStep else 1  # with both moments of Adam
     assert [path.stat().st_size for path in tables.folder.iterdir()] == [64 * ROWS] * num_tables
     shutil.rmtree(tables.folder)
@@ -168,39 +168,77 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
                 load_in_files(tmp_path, step, {}, Tables(tmp_path / "tables"))
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+def one_table() -> keras.Model:
+    model = keras.Sequential([keras.Input([1], dtype="int32"), keras.layers.Embedding(ROWS, 16, name="users")])
+    model.compile("sgd", "mse")
+    return model
 
 
-def test_a_full_disk(small_disk: Path) -> None:
+def test_a_full_disk(small_disk: Callable[[str], Path]) -> None:
     """Wherever it is full, there is no model.keras, and the process lives on."""
+    model, warnings = one_table(), list[str]()
+    rows = model.layers[0].embeddings.numpy()
+    disk = small_disk("size=100m")
+    run_dir = disk / "run"
 
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input([1], dtype="int32"), keras.layers.Embedding(ROWS, 16, name="users")])
-        model.compile("sgd", "mse")
-        return model
-
-    model, warnings = build(), list[str]()
-    arrays = {"model/users/embeddings": model.layers[0].embeddings.numpy()}
     for free_kb in (0, 4, 8, 24 << 10, 40 << 10, 56 << 10):
-        with open(small_disk / "fill", "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-        (small_disk / "run").mkdir(exist_ok=True)
-        os.truncate(small_disk / "fill", (small_disk / "fill").stat().st_size - (free_kb << 10))
-        write_model(small_disk / "run", model, model.optimizer, lambda: arrays, 7, build, warnings.append)
-        assert [path.name for path in (small_disk / "run").iterdir()] == [MODEL_FILE] * (free_kb == 56 << 10)
+        leave_free(disk, free_kb << 10)
+        run_dir.mkdir(exist_ok=True)
+
+        def read(folder: str | None = None if free_kb < 100 else str(run_dir)) -> dict[str, np.ndarray]:
+            return {"model/users/embeddings": in_file([rows], rows.shape, folder)}  # as a loop reads it
+
+        write_model(run_dir, model, model.optimizer, read, 7, one_table, warnings.append)
+        assert [path.name for path in run_dir.iterdir()] == [MODEL_FILE] * (free_kb == 56 << 10)
     assert len(warnings) == 5
     assert {warning.partition(";")[0] for warning in warnings} == {
         "model.keras could not be written (No space left on device)"
     }
+
+
+def test_what_the_run_does_not_have_is_as_a_new_optimizer_makes_it(tmp_path: Path) -> None:
+    """As where a step of the model's own has another optimizer for the table."""
+
+    def build() -> keras.Model:
+        model = one_table()
+        model.compile(keras.optimizers.Adafactor(), "mse")  # gives its arguments by name
+        return model
+
+    def with_slots() -> keras.Model:
+        model = one_table()
+        model.compile(keras.optimizers.Adagrad(initial_accumulator_value=0.25), "mse")
+        return model
+
+    for make in (build, with_slots):
+        model = make()
+        arrays = {"model/users/embeddings": model.layers[0].embeddings.numpy()}
+        write_model(tmp_path, model, model.optimizer, functools.partial(dict, arrays), 0, make, pytest.fail)
+        loaded = keras.saving.load_model(tmp_path / MODEL_FILE)
+        model.optimizer.build(model.trainable_variables)
+        for found, expected in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_only_large_tables_are_left_out_of_the_memory(tmp_path: Path) -> None:
+    def build() -> keras.Model:
+        layers = keras.layers
+        ids = keras.Input([1], dtype="int32")
+        wide = layers.Dense(LARGE_BYTES // 64, use_bias=True)(layers.Flatten()(layers.Embedding(ROWS, 16)(ids)))
+        model = keras.Model(ids, layers.Add()([wide, layers.Flatten()(Averaged(LARGE_BYTES // 64, 16)(ids))[:, :1]]))
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    model = build()
+    named = {name: copies[0].numpy() for name, copies in names.saved_variables(model).items()}
+    slots = {f"optimizer/{name.removeprefix('model/')}/momentums": array for name, array in named.items()}
+    table = f"{model.layers[1].name}/embeddings"
+    assert names.names_in_files(model, named | slots) == {f"model/{table}", f"optimizer/{table}/momentums"}
+    keras.saving.save_model(model, tmp_path / "saved", zipped=False)
+    in_files, others = sizes(tmp_path / "saved")
+    # A file has no names, so that a table of a subclass, and the slots of both, are taken for one in a file.
+    assert sorted(in_files) == [LARGE_BYTES] * 3 + [64 * ROWS] * 3
+    assert sum(size >= LARGE_BYTES for size in others) == 3, "a Dense and its moments"
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -28,16 +28,12 @@ def unpack(path: Path, folder: Path, custom_objects: Mapping[str, Any]) -> bool:
 
 def sizes(folder: Path) -> tuple[list[int], list[int]]:
     """The bytes of each array that lies in a file when the model is loaded into `Tables`, and of each other array."""
-    tables: list[int] = []
-    others: list[int] = []
-
-    def add(_: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            # Keras saves no names of variables. A Dense without a bias is taken for a table, too.
-            is_alone = len(item.parent) == 1 or item.name.startswith("/optimizer/")
-            is_table = item.ndim == 2 and item.dtype == "float32" and is_alone
-            (tables if is_table and item.nbytes >= LARGE_BYTES else others).append(item.nbytes)
-
+    datasets: list[h5py.Dataset] = []
     with h5py.File(folder / WEIGHTS) as file:
-        file.visititems(add)
-    return tables, others
+        file.visititems(lambda _, item: datasets.append(item) if isinstance(item, h5py.Dataset) else None)
+        # Keras saves no names of variables. A Dense without a bias is taken for a table, too.
+        large = {each for each in datasets if each.ndim == 2 and each.dtype == "float32" and each.nbytes >= LARGE_BYTES}
+        tables = {each for each in large if len(each.parent) == 1}
+        shapes = {each.shape for each in tables}
+        in_files = tables | {each for each in large if each.shape in shapes and each.name.startswith("/optimizer/")}
+        return [each.nbytes for each in in_files], [each.nbytes for each in datasets if each not in in_files]

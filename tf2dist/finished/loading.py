@@ -18,7 +18,7 @@ from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
 from tf2dist.finished.archives import sizes as sizes_of
 from tf2dist.finished.archives import unpack
-from tf2dist.finished.names import MODEL, OPTIMIZER, fill, is_in_file, lack_of_memory
+from tf2dist.finished.names import MODEL, OPTIMIZER, fill, lack_of_memory, may_be_in_file
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
 from tf2dist.model.saved import without_optimizer
 from tf2dist.process.file_tables import LARGE_BYTES, Tables
@@ -95,11 +95,11 @@ def _from_checkpoint(folder: Path, step: int | None, objects: dict[str, Any], ta
     snapshot = _snapshot(folder, step)
     arrays = {name: array for name, array in snapshot.arrays.items() if name.startswith((MODEL, OPTIMIZER))}
     names, config = _description(folder / DESCRIPTION)
-    has_large_tables = any(is_in_file(name, array) for name, array in arrays.items())
+    has_large_tables = any(may_be_in_file(name, array) for name, array in arrays.items())
     if tables and has_large_tables and (without := without_optimizer(config, objects)):
         config = without
         arrays = {name: array for name, array in arrays.items() if name.startswith(MODEL)}
-    in_files = {name: array.nbytes for name, array in arrays.items() if tables and is_in_file(name, array)}
+    in_files = {name: array.nbytes for name, array in arrays.items() if tables and may_be_in_file(name, array)}
     _check_memory(folder, [array.nbytes for name, array in arrays.items() if name not in in_files], tables)
     with contextlib.ExitStack() as stack:
         if tables and in_files:

@@ -9,7 +9,7 @@ import numpy as np
 from tf2dist.checkpoint.state import Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError
 from tf2dist.linux import free_memory
-from tf2dist.process.file_tables import LARGE_BYTES, put
+from tf2dist.process.file_tables import LARGE_BYTES, large_table_of, put
 from tf2dist.process.tf_internals import counters_of, layers_of, seeds_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -55,8 +55,19 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
         counter.assign(step)
 
 
-def is_in_file(name: str, array: np.ndarray) -> bool:
-    """Whether an array of a run lies in a file where `Tables` are in use: of an Embedding, or of its optimizer."""
+def names_in_files(model: keras.Model, arrays: dict[str, np.ndarray]) -> set[str]:
+    """The names of the arrays of a run that lie in files where `Tables` are in use; `model`: that of the run."""
+    tables = {id(table) for table in map(large_table_of, layers_of(model)) if table is not None}
+    owners = {name.removeprefix(MODEL) for name, (table,) in saved_variables(model).items() if id(table) in tables}
+    return {
+        name
+        for name in arrays
+        if name.removeprefix(MODEL) in owners or name.removeprefix(OPTIMIZER).rpartition("/")[0] in owners
+    }
+
+
+def may_be_in_file(name: str, array: np.ndarray) -> bool:
+    """Whether an array of a run lies in a file where `Tables` are in use, as far as its name tells."""
     return bool(re.search("/embeddings(/[^/]+)?$", name)) and array.nbytes >= LARGE_BYTES
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import flush
 from tf2dist.errors import reason_of
 from tf2dist.files import write_whole
-from tf2dist.finished.names import OPTIMIZER, copy_names, fill, is_in_file, lack_of_memory, saved_variables
+from tf2dist.finished.names import OPTIMIZER, copy_names, fill, lack_of_memory, names_in_files, saved_variables
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.saved import WEIGHTS
 from tf2dist.process.file_tables import Tables
@@ -75,7 +75,8 @@ def write_model(
         folder.mkdir(mode=0o700)
         arrays, names = read_arrays(), list(saved_variables(trained))
         arrays = {name: array for name, array in arrays.items() if name in names or name.startswith(OPTIMIZER)}
-        if lack := lack_of_memory([array.nbytes for name, array in arrays.items() if not is_in_file(name, array)]):
+        in_files = names_in_files(trained, arrays)
+        if lack := lack_of_memory([array.nbytes for name, array in arrays.items() if name not in in_files]):
             warn(f"{MODEL_FILE} was not written: it {lack}; the checkpoints have the model, for load_model")
             return
         # On the CPU: beside the model of the run a second one with its optimizer may not fit on a GPU.
@@ -85,6 +86,7 @@ def write_model(
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             fill(model, names, arrays, num_updates)
+            del arrays  # with the files from which tables are mapped
             _set_rates(model.optimizer, optimizer)
             copy_names(model, trained)
             named = trained.trainable_variables  # a MultiOptimizer has to find the variables by their new names

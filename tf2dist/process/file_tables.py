@@ -8,6 +8,7 @@ The kernel reads the pages of a mapped file when their rows are looked up, and t
 import contextlib
 import functools
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -23,7 +24,7 @@ from tf2dist.process.tf_internals import dataset_of, table_of
 
 LARGE_BYTES = 16 << 20  # of a table; smaller ones stay in memory
 NOT_FILLED = 0x7FC0AB1E  # the bits of the first number of a table that has no values yet, a NaN
-# All of them public.
+# All of them public. Where no `Tables` are in use they do what they did.
 METHODS = {
     keras.layers.Embedding: ("add_weight", "load_own_variables", "save_own_variables"),
     keras.Optimizer: ("add_variable_from_reference", "load_own_variables", "save_own_variables"),
@@ -51,19 +52,14 @@ class Tables:
         A model that is made has them in files, which are filled when it is loaded. What is saved of a large table, of
         any model, is the number of its file, which only `Tables` of the same folder understand.
         """
+        with _lock:
+            _replace_methods()
         token = _used.set(self)
-        own = [(kind, name, vars(kind).get(name)) for kind, names in METHODS.items() for name in names]
         try:
-            for kind, name, _ in own:
-                setattr(kind, name, _method(kind, name, getattr(kind, name)))
             yield
-            self._draw_rest()
+            for variable, _ in self._made.values():
+                self._draw_unless_filled(variable)
         finally:
-            for kind, name, method in own:
-                if method:
-                    setattr(kind, name, method)
-                else:  # inherited
-                    delattr(kind, name)
             _used.reset(token)
 
     def has(self, variable: keras.Variable) -> bool:
@@ -103,11 +99,16 @@ class Tables:
         return self._make(options["initializer"], lambda empty: original(*args, **options | {"initializer": empty}))
 
     def add_variable_from_reference(
-        self, original: Callable[..., Any], owner: Any, reference: Any, name: Any = None, initializer: Any = "zeros"
+        self,
+        original: Callable[..., Any],
+        owner: Any,
+        reference_variable: Any,
+        name: Any = None,
+        initializer: Any = "zeros",
     ) -> Any:
-        if not self.has(reference):
-            return original(reference, name, initializer)
-        return self._make(initializer, lambda empty: original(reference, name, empty))
+        if not self.has(reference_variable):
+            return original(reference_variable, name, initializer)
+        return self._make(initializer, lambda empty: original(reference_variable, name, empty))
 
     def load_own_variables(self, original: Callable[..., Any], owner: Any, store: Any) -> None:
         variables = _variables_by_key(owner)
@@ -133,6 +134,7 @@ class Tables:
                 store[key] = variable
                 continue
             if id(variable) not in self._numbers:
+                self._draw_unless_filled(variable)
                 # Neither `numpy()` nor a tensor of Keras, which make a copy.
                 number = self._write(variable, np.asarray(tf.convert_to_tensor(variable)))
                 self._numbers[id(variable)] = variable, number
@@ -152,13 +154,12 @@ class Tables:
             file.flush()
             return _tensor_over(np.memmap(file, np.float32, "r+", shape=tuple(shape)))
 
-    def _draw_rest(self) -> None:
-        """Draws tables that a model has, but not the file from which it was loaded, as Keras does."""
-        for table, initializer in self._made.values():
-            # Not `sparse_read`, after which TensorFlow copies a variable whenever it is read.
-            first = tf.convert_to_tensor(table)[0, :1].numpy()
-            if first.view(np.uint32)[0] == NOT_FILLED:
-                table.assign(initializer(tuple(table.shape), dtype="float32"))
+    def _draw_unless_filled(self, variable: keras.Variable) -> None:
+        """Draws a variable that was not among what its model or optimizer was loaded from, as Keras does."""
+        # Not `sparse_read`, after which TensorFlow copies a variable whenever it is read.
+        if self.has(variable) and tf.convert_to_tensor(variable)[0, :1].numpy().view(np.uint32)[0] == NOT_FILLED:
+            _, initializer = self._made[id(variable)]
+            variable.assign(initializer(tuple(variable.shape), dtype="float32"))
 
     def _write(self, table: keras.Variable, rows: Any) -> int:
         number = sum(1 for _ in self.folder.glob("*.table"))
@@ -179,6 +180,12 @@ class Tables:
         return self.folder / f"{number}.table"
 
 
+def large_table_of(layer: keras.Layer) -> keras.Variable | None:
+    """The table of a layer that lies in a file if the layer is made while `Tables` are in use; None for others."""
+    table = table_of(layer) if type(layer) is keras.layers.Embedding else None
+    return table if table is not None and _is_large(table.shape, table.dtype) else None
+
+
 def put(variable: keras.Variable, rows: np.ndarray) -> bool:
     """Gives a variable its value if it is a table in a file; otherwise returns False.
 
@@ -194,6 +201,15 @@ def put(variable: keras.Variable, rows: np.ndarray) -> bool:
 
 # Those in use in this thread.
 _used: ContextVar[Tables | None] = ContextVar("tables", default=None)
+_lock = threading.Lock()
+
+
+@functools.cache
+def _replace_methods() -> None:
+    # For good: threads that each did it for a time would take them from each other.
+    for kind, names in METHODS.items():
+        for name in names:
+            setattr(kind, name, _method(kind, name, getattr(kind, name)))
 
 
 def _method(kind: type, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
