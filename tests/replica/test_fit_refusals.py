@@ -380,7 +380,7 @@ def test_large_dense_layers_are_computed_with_onednn(
 def test_a_model_that_does_not_fit_into_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "free_memory", lambda: 100)
     with pytest.raises(
-        tf2dist.ConfigError, match=r"model \(sequential.*\): needs 0\.0 GB more of memory.* the command and"
+        tf2dist.ConfigError, match=r"model \(sequential.*\): needs 0\.0 GB more memory.* the command and"
     ):
         tf2dist.fit(model(optimizer="adagrad"), X, Y, cluster=tf2dist.Local(1), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -38,7 +38,7 @@ ALTERNATIVES = {
     "validation_split": "give validation_data",
     "shuffle": "shuffle in the function, as with dataset.shuffle(1000, seed=shard.seed)",
 }
-# Of all variables, beside the model: what comes from the tasks, what callbacks may have changed, and to compare them.
+# Of all variables, beside those of the model: what comes from the tasks, and what finds the changes of callbacks.
 COPIES = 4
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
 # Options by which the command line chooses what `fit` is given as Python objects.
@@ -147,7 +147,7 @@ def check_memory(name: str, variables: Sequence[keras.Variable]) -> None:
     size = sum(int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables)
     if (needed := COPIES * size) > (free := free_memory()):
         raise FitError(
-            f"model ({name}): needs {needed / 1e9:.1f} GB more of memory in this process, where callbacks see all of "
+            f"model ({name}): needs {needed / 1e9:.1f} GB more memory in this process, where callbacks see all of "
             f"its variables, and {free / 1e9:.1f} GB are free; train it with the command and a plugin"
         )
 

@@ -77,7 +77,7 @@ class Tables:
         self._map(table, self._write(table, rows))
 
     def write_into(self, weights: Path) -> None:
-        """Writes the tables into the HDF5 file of a model that was saved last, in place of their numbers.
+        """Writes the tables into the HDF5 file of the model that was saved, in place of their numbers.
 
         Raises:
             OSError: the file cannot be written.
@@ -126,20 +126,23 @@ class Tables:
 
     def save_own_variables(self, original: Callable[..., Any], owner: Any, store: Any) -> None:
         variables = _variables_by_key(owner)
-        if not any(_is_large(variable.shape, variable.dtype) for variable in variables.values()):
+        is_table = large_table_of(owner) is not None  # perhaps of a model in memory
+        in_files = {key for key, variable in variables.items() if is_table or self.has(variable)}
+        if not in_files:
             original(store)
             return
         for key, variable in variables.items():
-            if not _is_large(variable.shape, variable.dtype):
-                store[key] = variable
-                continue
-            if id(variable) not in self._numbers:
-                self._draw_unless_filled(variable)
-                # Neither `numpy()` nor a tensor of Keras, which make a copy.
-                number = self._write(variable, np.asarray(tf.convert_to_tensor(variable)))
-                self._numbers[id(variable)] = variable, number
-            store[key] = np.array(self._numbers[id(variable)][1], np.int64)
-            self._places[dataset_of(store, key).name] = self._numbers[id(variable)]
+            store[key] = np.array(self._number_of(variable), np.int64) if key in in_files else variable
+        self._places |= {dataset_of(store, key).name: self._numbers[id(variables[key])] for key in in_files}
+
+    def _number_of(self, variable: keras.Variable) -> int:
+        """The number of the file with the values of a variable, which is written if there is none yet."""
+        if id(variable) not in self._numbers:
+            self._draw_unless_filled(variable)
+            # Neither `numpy()` nor a tensor of Keras, which make a copy.
+            number = self._write(variable, np.asarray(tf.convert_to_tensor(variable)))
+            self._numbers[id(variable)] = variable, number
+        return self._numbers[id(variable)][1]
 
     def _make(self, initializer: Any, make: Callable[[Callable[..., tf.Tensor]], Any]) -> Any:
         # The initializer would draw the whole table in memory, for values that are overwritten.
