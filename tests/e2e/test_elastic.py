@@ -117,6 +117,7 @@ def test_a_worker_that_is_stopped_with_its_job_waits_for_the_leader_to_save(comm
     assert all("stopped by SIGTERM" in end.stderr for end in ends.values()), ends
 
 
+@pytest.mark.slow
 def test_a_job_begins_with_one_worker_and_others_join(command: Command) -> None:
     """The last of its three workers never comes; the first one is lost when the second has joined, and comes back."""
     job = Job(command, 3, "cluster.min_workers=1")

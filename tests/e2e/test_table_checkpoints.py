@@ -154,6 +154,7 @@ def test_the_coordinator_never_holds_a_table(command: Command, tmp_path: Path) -
         assert large < small + 100, peaks
 
 
+@pytest.mark.slow
 def test_a_table_is_exported_evaluated_and_taken_over(command: Command) -> None:
     options = ("mode=async", *OPTIONS, "data.num_users=100000", *PARTITIONED)
     finished = command(*options, "train.steps=40")
