@@ -174,21 +174,22 @@ def one_table() -> keras.Model:
     return model
 
 
-def test_a_full_disk(small_disk: Callable[[str], Path]) -> None:
+def test_a_full_disk(small_disk: Callable[[str], Path], tmp_path: Path) -> None:
     """Wherever it is full, there is no model.keras, and the process lives on."""
     model, warnings = one_table(), list[str]()
     rows = model.layers[0].embeddings.numpy()
     disk = small_disk("size=100m")
     run_dir = disk / "run"
 
+    def read(folder: Path) -> dict[str, np.ndarray]:
+        return {"model/users/embeddings": in_file([rows], rows.shape, str(folder))}  # as a loop reads it
+
     for free_kb in (0, 4, 8, 24 << 10, 40 << 10, 56 << 10):
         leave_free(disk, free_kb << 10)
         run_dir.mkdir(exist_ok=True)
-
-        def read(folder: str | None = None if free_kb < 100 else str(run_dir)) -> dict[str, np.ndarray]:
-            return {"model/users/embeddings": in_file([rows], rows.shape, folder)}  # as a loop reads it
-
-        write_model(run_dir, model, model.optimizer, read, 7, one_table, warnings.append)
+        # Where next to nothing is free, reading would already fail.
+        of_run = functools.partial(read, run_dir if free_kb > 8 else tmp_path)
+        write_model(run_dir, model, model.optimizer, of_run, 7, one_table, warnings.append)
         assert [path.name for path in run_dir.iterdir()] == [MODEL_FILE] * (free_kb == 56 << 10)
     assert len(warnings) == 5
     assert {warning.partition(";")[0] for warning in warnings} == {
@@ -199,17 +200,17 @@ def test_a_full_disk(small_disk: Callable[[str], Path]) -> None:
 def test_what_the_run_does_not_have_is_as_a_new_optimizer_makes_it(tmp_path: Path) -> None:
     """As where a step of the model's own has another optimizer for the table."""
 
-    def build() -> keras.Model:
+    def build(optimizer: Callable[[], keras.Optimizer]) -> keras.Model:
         model = one_table()
-        model.compile(keras.optimizers.Adafactor(), "mse")  # gives its arguments by name
+        model.compile(optimizer(), "mse")
         return model
 
-    def with_slots() -> keras.Model:
-        model = one_table()
-        model.compile(keras.optimizers.Adagrad(initial_accumulator_value=0.25), "mse")
-        return model
-
-    for make in (build, with_slots):
+    # Adafactor gives the arguments by name with which it makes its variables.
+    for optimizer in (
+        functools.partial(keras.optimizers.Adagrad, initial_accumulator_value=0.25),
+        keras.optimizers.Adafactor,
+    ):
+        make = functools.partial(build, optimizer)
         model = make()
         arrays = {"model/users/embeddings": model.layers[0].embeddings.numpy()}
         write_model(tmp_path, model, model.optimizer, functools.partial(dict, arrays), 0, make, pytest.fail)

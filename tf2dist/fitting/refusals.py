@@ -38,7 +38,8 @@ ALTERNATIVES = {
     "validation_split": "give validation_data",
     "shuffle": "shuffle in the function, as with dataset.shuffle(1000, seed=shard.seed)",
 }
-# Of all variables, beside those of the model: what comes from the tasks, and what finds the changes of callbacks.
+# Copies of all variables in the caller, beside the model's own: what arrives from the tasks, and what the values
+# after a callback are compared with.
 COPIES = 4
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
 # Options by which the command line chooses what `fit` is given as Python objects.
