@@ -93,8 +93,11 @@ def test_a_killed_server_takes_no_table_with_it(command: Command) -> None:
     assert_model_is_the_checkpoint(finished.run_dir)
 
 
-def stopped_peak_mb(command: Command, *options: str) -> int:
-    """Runs until two more checkpoints are there, and stops; the most memory of the coordinator that no file has."""
+TASKS = ("chief-0", "ps-0", "ps-1")
+
+
+def stopped_peaks(command: Command, *options: str) -> dict[str, int]:
+    """Runs until two more checkpoints are there, and stops; the most MB of each task that no file has."""
     run_dir = command.folder / "run"
     before = set(steps(run_dir))
 
@@ -102,37 +105,41 @@ def stopped_peak_mb(command: Command, *options: str) -> int:
         wait_until(lambda: len(set(steps(run_dir)) - before) > 1, process, timeout_secs=120)
         process.send_signal(signal.SIGTERM)
 
-    return peak_mb(command, stop, 143, "train.steps=1000000", "checkpoint.every_steps=20", *options)
+    return peaks_of(command, stop, 143, "train.steps=1000000", "checkpoint.every_steps=20", *options)
 
 
-def ended_peak_mb(command: Command, *options: str) -> int:
+def ended_peaks(command: Command, *options: str) -> dict[str, int]:
     """Goes on for some steps, to the end of a run; likewise."""
     last = int(steps(command.folder / "run")[-1].removeprefix("step-"))
-    return peak_mb(command, lambda process: None, 0, f"train.steps={last + 20}", *options)
+    return peaks_of(command, lambda process: None, 0, f"train.steps={last + 20}", *options)
 
 
-def peak_mb(command: Command, act: Callable[[subprocess.Popen[str]], None], code: int, *options: str) -> int:
-    peaks: list[int] = []
+def peaks_of(
+    command: Command, act: Callable[[subprocess.Popen[str]], None], code: int, *options: str
+) -> dict[str, int]:
+    samples: dict[str, list[int]] = {task: [] for task in TASKS}
     process = command.start("mode=async", *OPTIONS, *options)
-    sampling = threading.Thread(target=_sample, args=(process, peaks))
+    sampling = threading.Thread(target=_sample, args=(process, samples))
     sampling.start()
     act(process)
     finished = command.finish(process)
     sampling.join()
     assert finished.code == code, finished
-    assert len(peaks) > 20
-    return max(peaks)
+    assert len(samples["chief-0"]) > 20
+    return {task: max(numbers) for task, numbers in samples.items() if numbers}
 
 
-def _sample(process: subprocess.Popen[str], peaks: list[int]) -> None:
-    chief: psutil.Process | None = None
+def _sample(process: subprocess.Popen[str], samples: dict[str, list[int]]) -> None:
+    found: dict[str, psutil.Process] = {}
     while process.poll() is None:
-        try:
-            chief = chief or next(process for process in our_processes() if is_task(process, "chief-0"))
-            status = Path(f"/proc/{chief.pid}/status").read_text(encoding="utf-8")
-            peaks.append(int(re.findall(r"RssAnon:\s*(\d+)", status)[0]) >> 10)
-        except (OSError, StopIteration, IndexError):  # not yet there, or gone
-            chief = None
+        for task, numbers in samples.items():
+            try:
+                if task not in found:
+                    found[task] = next(process for process in our_processes() if is_task(process, task))
+                status = Path(f"/proc/{found[task].pid}/status").read_text(encoding="utf-8")
+                numbers.append(int(re.findall(r"RssAnon:\s*(\d+)", status)[0]) >> 10)
+            except (OSError, StopIteration, IndexError):  # not yet there, or gone
+                found.pop(task, None)
         threading.Event().wait(0.02)
 
 
@@ -141,17 +148,20 @@ def is_task(process: psutil.Process, name: str) -> bool:
     return any(os.readlink(f"{folder}/{number}").endswith(f"{name}.log") for number in (1, 2))
 
 
-def test_the_coordinator_never_holds_a_table(command: Command, tmp_path: Path) -> None:
-    """With a million rows, 64 MB and as much of the optimizer, it takes hardly more memory than with a thousand."""
-    peaks = {}
+def test_only_servers_hold_tables_and_only_their_rows(command: Command, tmp_path: Path) -> None:
+    """With a million rows, 64 MB and as much of the optimizer, instead of a thousand."""
+    stopped, ended = {}, {}
     for rows in (1000, 1_000_000):
         own = Command(tmp_path / str(rows))
         own.folder.mkdir()
         users = f"data.num_users={rows}"
-        peaks[rows] = [stopped_peak_mb(own, users, *PARTITIONED), ended_peak_mb(own, users, "cluster.num_ps=1")]
+        stopped[rows] = stopped_peaks(own, users, *PARTITIONED)
+        ended[rows] = ended_peaks(own, users, "cluster.num_ps=1")
         assert (own.folder / "run" / "model.keras").stat().st_size > rows * 128
-    for small, large in zip(*peaks.values(), strict=True):
-        assert large < small + 100, peaks
+    more = {task: stopped[1_000_000][task] - stopped[1000][task] for task in TASKS}
+    assert more["chief-0"] < 100, (more, stopped)
+    assert max(more["ps-0"], more["ps-1"]) < 64 + 100, (more, stopped)  # half of both, and pieces that are read
+    assert ended[1_000_000]["chief-0"] < ended[1000]["chief-0"] + 100, ended
 
 
 @pytest.mark.slow

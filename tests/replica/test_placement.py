@@ -1,6 +1,8 @@
 """The placement of variables on ps changes neither the results of a run nor its checkpoints."""
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +83,45 @@ def test_large_variables_are_cut(async_loop: MakeLoop, capfd: pytest.CaptureFixt
     with pytest.raises(ConfigError, match=r"optimizer \(adam\): with cluster.placement=partitioned sequential"):
         async_loop(config)
     assert not any(len(parts_of(variable)) > 1 for variable in async_loop(placed("partitioned"), 1, 1).model.variables)
+
+
+class OwnRows(keras.initializers.RandomUniform):
+    """May draw other numbers than the class that it is derived from."""
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return super().__call__(shape, dtype) * 2
+
+
+initializers = keras.initializers
+INITIALIZERS: list[Callable[[], Any]] = [
+    initializers.Zeros,
+    initializers.Ones,
+    initializers.RandomUniform,
+    lambda: initializers.RandomUniform(-3, 1.5, seed=-(2**40)),
+    lambda: initializers.RandomUniform(seed=keras.random.SeedGenerator(5)),
+    lambda: initializers.RandomNormal(0.25, 0.5, seed=7),
+    lambda: initializers.Constant(0.5),
+    initializers.GlorotUniform,
+    initializers.TruncatedNormal,
+    OwnRows,
+]
+
+
+def test_a_cut_table_begins_with_the_rows_that_keras_draws(async_loop: MakeLoop) -> None:
+    """Of several pieces, where the first number of a row is any of the four that are drawn together."""
+    options = ClusterConfig(placement="partitioned", min_part_bytes=256)
+    strategy = async_loop(placed("partitioned"), num_ps=3)._coordinator.strategy
+    for make, (rows, columns) in itertools.product(INITIALIZERS, [(5003, 33), (1, 200), (2, 200)]):
+        tables = []
+        for scope in (placement.placed(strategy, options, 3), contextlib.nullcontext()):
+            keras.utils.set_random_seed(1)
+            layer = keras.layers.Embedding(rows, columns, embeddings_initializer=make())
+            with scope:
+                layer.build()
+            tables.append(layer.embeddings)
+        cut, whole = tables
+        assert len(parts_of(cut)) == min(3, rows)
+        np.testing.assert_array_equal(cut.numpy(), whole.numpy(), err_msg=str(make))
 
 
 def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> None:

@@ -10,9 +10,11 @@ import keras
 import tensorflow as tf
 
 from tf2dist.config.schema import ClusterConfig
+from tf2dist.process.initial_rows import InitialRows
 from tf2dist.process.parts import all_parts
 from tf2dist.process.tf_internals import PartitionedVariable
 
+TABLE = "embeddings"  # as Keras names the variable of an Embedding
 PACKET = 16  # the most elements that a processor's instruction takes at once: 512 bits of float32
 
 
@@ -91,13 +93,34 @@ class _Partitioner:
         initial = kwargs.get("initial_value")
         if initial is None or not tf.executing_eagerly():
             return next_creator(**kwargs)
+        table = InitialRows.of(initial) if kwargs.get("name") == TABLE else None
+        return self._create_table(table, next_creator, kwargs) if table else self._cut(next_creator, kwargs)
+
+    def _create_table(
+        self, table: InitialRows, next_creator: Any, kwargs: dict[str, Any]
+    ) -> tf.Variable | PartitionedVariable:
+        servers = self._servers_for(table)
+        parts = []
+        for number, ps in enumerate(servers):
+            rows = len(range(number, table.shape[0], len(servers)))
+            with tf.device(_device_of(ps)):
+                zeros = tf.zeros([rows, table.shape[1]], table.dtype)
+            with self._balance.choosing(ps):
+                parts.append(next_creator(**kwargs | {"initial_value": zeros, "shape": zeros.shape}))
+        del zeros  # or the last part would be copied before its first row is assigned
+        table.assign_to(parts)
+        return PartitionedVariable(parts, interleaves=True) if len(parts) > 1 else parts[0]
+
+    def _cut(self, next_creator: Any, kwargs: dict[str, Any]) -> tf.Variable | PartitionedVariable:
+        initial = kwargs["initial_value"]
         # Once for all parts, since an initializer may draw other numbers the next time. On a ps, since it may be larger
         # than the memory of the coordinator.
         first = _device_of(*self._balance.least_loaded(1))
         with tf.device(first):
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
-        servers = self._balance.least_loaded(_bytes_of(value) // self._min_part_bytes)
-        interleaves = _is_table(value, kwargs.get("name"))
+        servers = self._servers_for(value)
+        # By the name that Keras gives it. Any other variable may be cut either way.
+        interleaves = kwargs.get("name") == TABLE and value.shape.rank == 2
         if interleaves:
             rows = [slice(number, None, len(servers)) for number in range(len(servers))]
         else:
@@ -112,10 +135,9 @@ class _Partitioner:
                 parts.append(next_creator(**kwargs | {"initial_value": part, "shape": part.shape}))
         return PartitionedVariable(parts, interleaves)
 
-
-def _is_table(value: tf.Tensor, name: str | None) -> bool:
-    """Whether it is the table of an Embedding, by the name that Keras gives it; any other may be cut either way."""
-    return name == "embeddings" and value.shape.rank == 2
+    def _servers_for(self, value: tf.Tensor | InitialRows) -> list[int]:
+        rows = value.shape[0] if value.shape.rank else 1
+        return self._balance.least_loaded(min(max(1, _bytes_of(value) // self._min_part_bytes), rows))
 
 
 def ends_of_parts(shape: tf.TensorShape, max_parts: int) -> list[int]:
@@ -156,5 +178,5 @@ def _bytes_of_each(variables: list[keras.Variable]) -> dict[int, int]:
     return by_ps
 
 
-def _bytes_of(variable: tf.Variable | tf.Tensor) -> int:
+def _bytes_of(variable: tf.Variable | tf.Tensor | InitialRows) -> int:
     return int(variable.shape.num_elements() * variable.dtype.size)

@@ -2,9 +2,10 @@
 
 import collections
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -62,6 +63,29 @@ def slots_of(optimizer: keras.Optimizer) -> dict[str, list[keras.Variable]]:
 def state_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """The variables of an optimizer but for its count of updates and its learning rate."""
     return [variable for variable in optimizer.variables if variable.name not in COUNTERS]
+
+
+class NewVariable(NamedTuple):
+    """What Keras makes the value of a new variable of."""
+
+    initializer: keras.Initializer
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def new_variable(initial_value: Any) -> NewVariable | None:
+    """From the function that Keras gives TensorFlow as the value of a variable; None for any other value."""
+    names = inspect.getclosurevars(initial_value).nonlocals if inspect.isfunction(initial_value) else {}
+    initializer, variable = names.get("initializer"), names.get("self")
+    if not isinstance(initializer, keras.Initializer) or not isinstance(variable, keras.Variable):
+        return None
+    return NewVariable(initializer, tuple(variable.shape), str(variable.dtype))
+
+
+def seed_of(initializer: keras.Initializer) -> list[int] | None:
+    """The seed with which an initializer calls TensorFlow; None if it has none, or another one at each call."""
+    seed = getattr(initializer, "seed", None)
+    return [seed % (2**31 - 2), 0] if isinstance(seed, int) else None
 
 
 def name_of(variable: keras.Variable) -> str:

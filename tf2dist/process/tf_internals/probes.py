@@ -43,8 +43,10 @@ from tf2dist.process.tf_internals.of_keras import (
     mask_of,
     momentums,
     name_of,
+    new_variable,
     place_of,
     scale_learning_rate,
+    seed_of,
     seeds_of,
     slots_of,
     state_of,
@@ -174,6 +176,19 @@ def _slots_are_named() -> bool:
     unnamed = state_of(_built(keras.optimizers.Nadam))[-1]
     expected = ["momentums", "_momentums", "_velocities", "_accumulators", "_velocities"]
     return slot_names == expected and len(state_of(optimizers[0])) == 1 and name_of(unnamed) == "variable"
+
+
+def _new_variables_are_found() -> bool:
+    found: list[Any] = []
+
+    def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        found.append(new_variable(kwargs["initial_value"]))
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(create):
+        variable = keras.Variable(keras.initializers.RandomUniform(seed=-9), [2, 3])
+    drawn = tf.random.stateless_uniform([2, 3], seed_of(found[0].initializer), -0.05, 0.05)
+    return np.array_equal(variable.numpy(), drawn)
 
 
 def _updates_are_counted() -> bool:
@@ -459,6 +474,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (keras, "Optimizer._use_weight_decay"): _excluded_are_found,
     (keras, "Optimizer._clip_gradients"): _rows_are_taken,
     (keras, "MultiOptimizer._optimizer_map"): _choices_are_kept,
+    (keras, "Variable._initialize_with_initializer"): _new_variables_are_found,
     (keras, "Variable._initialize"): _parts_are_taken,
     (keras, "Variable._value"): _views_are_taken,
     (keras, "Layer._seed_generators"): _seeds_are_found,
