@@ -36,12 +36,16 @@ class InitialRows:
 
     @classmethod
     def of(cls, initial_value: object) -> "InitialRows | None":
-        """Of a new variable, from what Keras gives TensorFlow as its value; None if it must be drawn at once."""
+        """Of a new variable, from what Keras gives TensorFlow as its value.
+
+        None for a table that is drawn at once: one that is not larger than a piece, or of an unknown initializer.
+        """
         found = new_variable(initial_value)
         if found is None or len(found.shape) != 2 or found.dtype != "float32":
             return None
-        draw = _draw(found.initializer)
-        return cls(tf.TensorShape(found.shape), draw) if draw else None
+        shape, draw = tf.TensorShape(found.shape), _draw(found.initializer)
+        is_large = shape.num_elements() * cls.dtype.size > PIECE_BYTES
+        return cls(shape, draw) if draw and is_large else None
 
     def assign_to(self, parts: list[tf.Variable]) -> None:
         """Gives every n-th row to each of n parts, on their devices, all at the same time."""
