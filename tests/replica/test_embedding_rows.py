@@ -17,11 +17,17 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.process import initial_rows
 
 # So many rows are large as bfloat16, too.
 ROWS, COLUMNS, BATCH, STEPS = 33_001, 16, 50, 12
 layers = keras.layers
 pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(autouse=True)
+def _tables_of_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_rows, "PIECE_BYTES", 1 << 18)
 
 
 def examples(num: int, seed: int) -> Arrays:

@@ -20,7 +20,7 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import ELEMENTWISE, check_parts
-from tf2dist.process import placement
+from tf2dist.process import initial_rows, placement
 from tf2dist.process.parts import all_parts, joined, parts_of
 from tf2dist.process.tf_internals import fresh_names
 from tf2dist.training.hooks import Change
@@ -93,13 +93,15 @@ class OwnRows(keras.initializers.RandomUniform):
 
 
 initializers = keras.initializers
-INITIALIZERS: list[Callable[[], Any]] = [
+IN_PIECES: list[Callable[[], Any]] = [
     initializers.Zeros,
     initializers.Ones,
     initializers.RandomUniform,
     lambda: initializers.RandomUniform(-3, 1.5, seed=-(2**40)),
-    lambda: initializers.RandomUniform(seed=keras.random.SeedGenerator(5)),
     lambda: initializers.RandomNormal(0.25, 0.5, seed=7),
+]
+AT_ONCE: list[Callable[[], Any]] = [
+    lambda: initializers.RandomUniform(seed=keras.random.SeedGenerator(5)),
     lambda: initializers.Constant(0.5),
     initializers.GlorotUniform,
     initializers.TruncatedNormal,
@@ -107,21 +109,35 @@ INITIALIZERS: list[Callable[[], Any]] = [
 ]
 
 
-def test_a_cut_table_begins_with_the_rows_that_keras_draws(async_loop: MakeLoop) -> None:
-    """Of several pieces, where the first number of a row is any of the four that are drawn together."""
-    options = ClusterConfig(placement="partitioned", min_part_bytes=256)
+def test_a_table_begins_with_the_rows_that_keras_draws(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces begin with any of the four numbers that are drawn together; parts have as many rows, or one more."""
+    assigned: list[int] = []
+    assign_to = initial_rows.InitialRows.assign_to
+
+    def record(self: initial_rows.InitialRows, parts: list[tf.Variable]) -> None:
+        assigned.append(len(parts))
+        assign_to(self, parts)
+
+    monkeypatch.setattr(initial_rows.InitialRows, "assign_to", record)
     strategy = async_loop(placed("partitioned"), num_ps=3)._coordinator.strategy
-    for make, (rows, columns) in itertools.product(INITIALIZERS, [(40_001, 33), (2, 200)]):
-        tables = []
+    tables = [(401, 33, 3, 256), (2, 2000, 2, 256), (401, 33, 1, 1 << 20)]
+    for make, (rows, columns, num_parts, min_part_bytes) in itertools.product(IN_PIECES + AT_ONCE, tables):
+        monkeypatch.setattr(initial_rows, "PIECE_BYTES", 4 * 11 * columns * num_parts)  # eleven rows of each part
+        options = ClusterConfig(placement="partitioned", min_part_bytes=min_part_bytes)
+        made = []
+        assigned.clear()
         for scope in (placement.placed(strategy, options, 3), contextlib.nullcontext()):
             keras.utils.set_random_seed(1)
             layer = keras.layers.Embedding(rows, columns, embeddings_initializer=make())
             with scope:
                 layer.build()
-            tables.append(layer.embeddings)
-        cut, whole = tables
-        assert len(parts_of(cut)) == min(3, rows)
-        np.testing.assert_array_equal(cut.numpy(), whole.numpy(), err_msg=str(make))
+            made.append(layer.embeddings)
+        cut, whole = made
+        is_large = rows > 11 * num_parts
+        assert assigned == ([num_parts] if make in IN_PIECES and is_large else [])
+        assert len(parts_of(cut)) == num_parts
+        about = f"{make().get_config()}, {rows} rows in {num_parts} parts"
+        np.testing.assert_array_equal(cut.numpy(), whole.numpy(), err_msg=about)
 
 
 def test_results_and_checkpoints_equal_those_of_one_ps(async_loop: MakeLoop) -> None:

@@ -8,17 +8,18 @@ counter, and the next four the next one. So they can be drawn from any place on.
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.process.parts import PIECE_BYTES
 from tf2dist.process.tf_internals import new_variable, seed_of
 
 PER_COUNTER = 4
-PHILOX = 1  # as TensorFlow numbers its algorithms
 
-# So many numbers of a table, from one of them on, in a graph.
+# draw(first, number), in a graph: so many numbers of a table, row after row, from the one with the index `first` on.
 Draw = Callable[[tf.Tensor, int], tf.Tensor]
 
 
@@ -35,13 +36,13 @@ class InitialRows:
         self.shape, self._draw = shape, draw
 
     @classmethod
-    def of(cls, initial_value: object) -> "InitialRows | None":
-        """Of a new variable, from what Keras gives TensorFlow as its value.
+    def of(cls, initial_value: object, dtype: Any) -> "InitialRows | None":
+        """Of a new variable, from the value and the type that Keras gives TensorFlow.
 
-        None for a table that is drawn at once: one that is not larger than a piece, or of an unknown initializer.
+        None if it is drawn at once: no matrix of float32, not larger than a piece, or of an unknown initializer.
         """
         found = new_variable(initial_value)
-        if found is None or len(found.shape) != 2 or found.dtype != "float32":
+        if found is None or len(found.shape) != 2 or dtype != cls.dtype:
             return None
         shape, draw = tf.TensorShape(found.shape), _draw(found.initializer)
         is_large = shape.num_elements() * cls.dtype.size > PIECE_BYTES
@@ -64,18 +65,15 @@ class InitialRows:
             # Beyond the last row, too: numbers that nobody uses.
             drawn = tf.reshape(self._draw(first * of_all, at_once * of_all), [at_once, of_all])[:, own]
             last = tf.minimum(first + at_once, rows)
-            assigned = tf.raw_ops.ResourceStridedSliceAssign(
-                ref=part.handle, begin=[first], end=[last], strides=[1], value=drawn[: last - first]
-            )
-            with tf.control_dependencies([assigned]):
-                return [last]
+            value = drawn[: last - first]
+            tf.raw_ops.ResourceStridedSliceAssign(ref=part.handle, begin=[first], end=[last], strides=[1], value=value)
+            return [last]
 
-        @tf.function(autograph=False)
         def fill() -> None:
             tf.while_loop(lambda first: first < rows, assign, [tf.constant(0, tf.int64)], parallel_iterations=1)
 
         with tf.device(part.device):
-            fill()
+            tf.function(fill, autograph=False).get_concrete_function()()
 
 
 def _draw(initializer: keras.Initializer) -> Draw | None:
@@ -87,7 +85,7 @@ def _draw(initializer: keras.Initializer) -> Draw | None:
         return None
     if kind is keras.initializers.RandomUniform:
         draw, low, high = tf.raw_ops.StatelessRandomUniformV2, initializer.minval, initializer.maxval
-        scale, offset = tf.constant(high, tf.float32) - low, low
+        scale, offset = np.float32(high) - np.float32(low), low
     elif kind is keras.initializers.RandomNormal:
         draw, scale, offset = tf.raw_ops.StatelessRandomNormalV2, initializer.stddev, initializer.mean
     else:
@@ -97,7 +95,7 @@ def _draw(initializer: keras.Initializer) -> Draw | None:
         start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
         counter = start.counter + tf.cast([first // PER_COUNTER, 0], tf.uint64)
         before = first % PER_COUNTER
-        drawn = draw(shape=[before + number], key=start.key, counter=counter, alg=PHILOX)
+        drawn = draw(shape=[before + number], key=start.key, counter=counter, alg=tf.random.Algorithm.PHILOX.value)
         return drawn[before:] * scale + offset
 
     return numbers

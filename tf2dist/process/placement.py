@@ -93,7 +93,7 @@ class _Partitioner:
         initial = kwargs.get("initial_value")
         if initial is None or not tf.executing_eagerly():
             return next_creator(**kwargs)
-        table = InitialRows.of(initial) if kwargs.get("name") == TABLE else None
+        table = InitialRows.of(initial, kwargs.get("dtype")) if kwargs.get("name") == TABLE else None
         return self._create_table(table, next_creator, kwargs) if table else self._cut(next_creator, kwargs)
 
     def _create_table(

@@ -70,7 +70,6 @@ class NewVariable(NamedTuple):
 
     initializer: keras.Initializer
     shape: tuple[int, ...]
-    dtype: str
 
 
 def new_variable(initial_value: Any) -> NewVariable | None:
@@ -79,7 +78,7 @@ def new_variable(initial_value: Any) -> NewVariable | None:
     initializer, variable = names.get("initializer"), names.get("self")
     if not isinstance(initializer, keras.Initializer) or not isinstance(variable, keras.Variable):
         return None
-    return NewVariable(initializer, tuple(variable.shape), str(variable.dtype))
+    return NewVariable(initializer, tuple(variable.shape))
 
 
 def seed_of(initializer: keras.Initializer) -> list[int] | None:
