@@ -109,6 +109,8 @@ def test_one_worker_equals_keras(
     make = functools.partial(model_of, OPTIMIZERS[name])
     loop = async_loop(config_of(), 1, num_ps, source=InMemorySource(make, SPLITS))
     assert [table.path for table in loop.step.tables] == ["tower/shared/embeddings", "items/embeddings"]
+    operations = {node.op for node in loop._scheduler.function.graph.as_graph_def().node}
+    assert not operations & {"Unique", "DynamicPartition"}, "batches are routed by one function, not in each step"
     loop.train(STEPS)
     assert_exact(loop, STEPS)
     assert_equals_keras(loop, make)
