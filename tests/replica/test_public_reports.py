@@ -10,6 +10,9 @@ import pytest
 
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config
+from tests.replica.traced_models import IN_ASYNC as TRACED_IN_ASYNC
+from tests.replica.traced_models import IN_SYNC as TRACED_IN_SYNC
+from tests.replica.traced_models import MODELS as TRACED_MODELS
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.model.plan import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
@@ -160,8 +163,11 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
     "series": (series, WINDOWS, WAVE[10 : 10 + len(X), None]),
     "nested": (nested, [X, X[::-1].copy()], Y_OF_TWO),
     "features": (features, {"s": LETTERS, "i": WHOLE, "f": X[:, :1]}, Y),
+    **TRACED_MODELS,
 }
-FAST = ("accumulation", "towers", "lookups", "nested")  # trained in mode=async whenever tests run
+# What is trained whenever tests run; the others are like them.
+IN_ASYNC = [*("accumulation", "towers", "lookups", "nested"), *TRACED_IN_ASYNC]
+IN_SYNC = [*(name for name in MODELS if name not in TRACED_MODELS), *TRACED_IN_SYNC]
 
 
 @functools.cache
@@ -205,10 +211,20 @@ def train_in_sync(worker: SyncWorker, names: list[str]) -> dict[str, Training]:
 
 
 @pytest.fixture(scope="module")
-def in_sync(sync_workers: SyncWorkers) -> dict[str, Training]:
-    """All models, since workers take seconds to connect."""
-    found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (list(MODELS),))
-    return found[1]
+def in_sync(sync_workers: SyncWorkers) -> Callable[[str], Training]:
+    """Many models at once, since workers take seconds to connect."""
+
+    @functools.cache
+    def trained(is_fast: bool) -> dict[str, Training]:
+        names = [name for name in MODELS if (name in IN_SYNC) == is_fast]
+        found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (names,), 240.0)
+        return found[1]
+
+    return lambda name: trained(name in IN_SYNC)[name]
+
+
+def marked(fast: list[str]) -> list[Any]:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 
 def assert_like_keras(name: str, found: Training) -> None:
@@ -218,14 +234,13 @@ def assert_like_keras(name: str, found: Training) -> None:
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_synchronous_workers(name: str, in_sync: dict[str, Training]) -> None:
-    assert_like_keras(name, in_sync[name])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", marked(IN_SYNC))
+def test_two_synchronous_workers(name: str, in_sync: Callable[[str], Training]) -> None:
+    assert_like_keras(name, in_sync(name))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", marked(IN_ASYNC))
 def test_one_asynchronous_worker(
     name: str, async_loop: Callable[..., Any], publishing: Callable[[Splits], None]
 ) -> None:

@@ -13,7 +13,7 @@ from keras.src.losses import loss
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
-from tensorflow.python.ops import script_ops
+from tensorflow.python.ops import custom_gradient, script_ops
 
 from tests.replica.keras_objects import (
     BASE_OPTIMIZER,
@@ -111,6 +111,18 @@ LACKS = [
         lambda: tf.Graph,
         "_distribution_strategy_stack",
         lambda graph: tf_internals.outside_strategies(graph()).__enter__(),
+    ),
+    Lack(
+        "a function in a model would keep the tensors of another step",
+        lambda: tf.function(lambda: None),
+        "_autograph",
+        tf_internals.body_of,
+    ),
+    Lack(
+        "what keras.remat computes a second time would not be trained",
+        lambda: custom_gradient,
+        "_graph_mode_decorator",
+        lambda _: tf_internals.replace_custom_gradients(print),
     ),
     Lack(
         "workers could not read their own examples",

@@ -14,8 +14,10 @@ from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.batch_dependence import Dependence, loss_dependence, sums_over_batch
+from tf2dist.model.gradients import WAY_OUT
 from tf2dist.model.own_step import OwnStep, has_own_step
-from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep, Trace
+from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep
+from tf2dist.model.trace import Trace
 from tf2dist.process.tf_internals import groups_of, inner_optimizers, layers_of, seeds_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
@@ -192,6 +194,25 @@ def check_foreign(name: str, trace: Trace) -> None:
             f"model ({name}): its call changes {trace.foreign[0]}, which is no variable of the model, so every step "
             "would find it unchanged; make it a weight of a layer (add_weight), or for random functions a "
             "keras.random.SeedGenerator of a layer; a recurrent layer needs stateful=False"
+        )
+
+
+def check_reads(name: str, trace: Trace) -> None:
+    """Refuses a call that reads variables of the model past Keras, so that a step's values do not reach it."""
+    if trace.bypassed:
+        raise ConfigError(
+            f"model ({name}): its call reads {trace.bypassed[0]} as a variable of TensorFlow, as a function does that "
+            f"was traced before, and would not train it; {WAY_OUT}"
+        )
+
+
+def check_gradients(name: str, step: ModelStep) -> None:
+    """Refuses a model of which a step leaves variables untrained that `keras.Model.fit` trains."""
+    if not step.trace.ungraded:
+        return
+    if lost := step.graded_by_keras(step.trace.ungraded):
+        raise ConfigError(
+            f"model ({name}): {lost[0].path} gets no gradient here, and gets one in keras.Model.fit; {WAY_OUT}"
         )
 
 

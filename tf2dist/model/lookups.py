@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf2dist.data.layout import Layout
 from tf2dist.errors import ConfigError
 from tf2dist.model.packing import is_large
-from tf2dist.model.recurrence import reached_from
+from tf2dist.model.recurrence import origins_of, reached_from
 from tf2dist.process.tf_internals import layers_of, table_of
 
 MAX_ROWS = 2**31 - 1  # of a table: ids travel as int32
@@ -51,12 +51,14 @@ def tables_of(model: keras.Model) -> dict[int, list[keras.layers.Embedding]]:
 
 @contextlib.contextmanager
 def reading(layers: Sequence[keras.layers.Embedding], read: Read) -> Iterator[None]:
-    """In the block these layers take their rows from `read`."""
+    """In the block these layers take their rows from `read`, but for those in loops and branches."""
+    graph = tf.compat.v1.get_default_graph()
 
     def calling(layer: keras.layers.Embedding, table: keras.Variable) -> Callable[[Any], Any]:
 
         def call(inputs: Any) -> Any:
-            if not isinstance(inputs, tf.Tensor):  # Keras looks up in ragged and sparse ones in other ways
+            # Keras looks up in ragged and sparse ones in other ways.
+            if not isinstance(inputs, tf.Tensor) or _is_within_loop(inputs, graph):
                 return type(layer).call(layer, inputs)
             ids = tf.cast(inputs, inputs.dtype if inputs.dtype in (tf.int32, tf.int64) else tf.int32)
             ids = tf.where(ids < 0, ids + table.shape[0], ids)  # as in Keras, from the end
@@ -71,6 +73,14 @@ def reading(layers: Sequence[keras.layers.Embedding], read: Read) -> Iterator[No
     finally:
         for layer in layers:
             del layer.call
+
+
+def _is_within_loop(tensor: tf.Tensor, graph: tf.Graph) -> bool:
+    """Whether a tensor is known only in the graph of a loop or a branch, and not in this graph."""
+    # The body of a `tf.vectorized_map` stands in the same graph, with a number that it makes a vector of later on.
+    return tf.compat.v1.get_default_graph() is not graph or any(
+        operation.type == "PlaceholderWithDefault" for operation in origins_of(tensor)
+    )
 
 
 class RowReader:

@@ -10,13 +10,16 @@ import tensorflow as tf
 
 from tf2dist.data.layout import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_place
-from tf2dist.model.call_scope import read_directly
+from tf2dist.model.call_scope import building
 from tf2dist.model.gathering import num_calls
+from tf2dist.model.gradients import WAY_OUT, is_zero
+from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.recurrence import decay_of, reached_from
-from tf2dist.model.step import ModelStep, StepOutput, Trace
-from tf2dist.model.train_scope import TrainScope, Update, building, intercept_updates, prepare_process
+from tf2dist.model.step import ModelStep, StepOutput
+from tf2dist.model.trace import Trace
+from tf2dist.model.train_scope import TrainScope, Update, intercept_updates
 from tf2dist.process.tf_internals import counter_of, groups_of, inner_optimizers
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
@@ -155,7 +158,7 @@ class OwnStep(ModelStep):
         return TrainScope(mapping, list(self.model.trainable_variables), apply)
 
     def _build_metrics(self) -> None:
-        build(self.model, self.layout, self._name, self._tested)
+        self._graded = build(self.model, self.layout, self._name, self._tested)
         self.divide_variables(list(self.model.trainable_variables))
         self.metrics = self.evaluated = LoggedMetrics(self.model, {}, set())
 
@@ -182,6 +185,8 @@ class OwnStep(ModelStep):
                     not_additive=[v for v, new, old in metric_changes if new is not old and decay_of(new, old) != 1],
                     foreign=scope.foreign,
                     outside=scope.outside,
+                    bypassed=[],
+                    ungraded=[],  # a step need not train all variables, see `_read_updates`
                     has_scalar_loss=False,
                     is_masked=False,
                     has_lengths=False,
@@ -197,8 +202,7 @@ class OwnStep(ModelStep):
         with _told_of(self._name, "train_step"):
             traced = tf.function(call, autograph=False).get_concrete_function(*signature)
             trace = traces[-1]
-            known = [*self.trainable, *self.others, *self.metrics.variables, *trace.outside]
-            trace.outside.extend(read_directly(traced, known))
+            trace.note_direct_reads(traced, [*self.trainable, *self.others, *self.metrics.variables])
             self._check_optimizers(trace)
         self.evaluated = self._trace_evaluation(self._tested) if self._tested else self.metrics
         return trace
@@ -220,10 +224,13 @@ class OwnStep(ModelStep):
             for variable in update.variables:
                 if optimizers.setdefault(id(variable), update.optimizer) is not update.optimizer:
                     raise ConfigError(f"trains {variable.path} by two optimizers; give each variable one")
+        pairs = [pair for update in scope.updates for pair in zip(update.variables, update.gradients, strict=True)]
+        trained = {id(variable) for variable, gradient in pairs if not is_zero(gradient)}
+        if lost := [variable.path for key, variable in self._graded.items() if key not in trained]:
+            raise ConfigError(f"gives {lost[0]} no gradient here, and does so in keras.Model.fit; {WAY_OUT}")
         self.groups = [Group(update.optimizer, update.variables) for update in scope.updates]
         self.is_in_phases = scope.reads_updated or self.repeats
-        trained = {id(v): v for group in self.groups for v in group.variables}
-        self.divide_variables(list(trained.values()))
+        self.divide_variables(list({id(v): v for group in self.groups for v in group.variables}.values()))
 
     def _of_batches(self, scope: TrainScope, old: dict[int, tf.Tensor], reached: set[str]) -> set[int]:
         """The variables of metrics that take a batch as one, whatever its size, such as a mean of losses."""
@@ -289,7 +296,7 @@ def has_own_step(model: keras.Model) -> bool:
     return any(getattr(type(model), method) is not getattr(keras.Model, method) for method in OWN_STEPS)
 
 
-def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> None:
+def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> dict[int, keras.Variable]:
     """Makes the variables of a compiled model that has its own steps, as its first step in Keras makes them.
 
     Args:
@@ -297,22 +304,28 @@ def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) 
         name: of the model, for messages.
         tested: see `OwnStep`.
 
+    Returns:
+        The variables that the step of Keras trains, by id.
+
     Raises:
         ConfigError: a step fails.
     """
+    graded: dict[int, keras.Variable] = {}
     prepare_process()
     intercept_updates(optimizers_of(model))
     for method, batch in (("train_step", layout), ("test_step", tested)):
         if batch is None:
             continue
         before = _counts(model)
-        with _told_of(name, method), building():
+        with _told_of(name, method), building() as given:
             _traced(getattr(model, method), batch)
             if changed := [key for key, value in _counts(model).items() if before.get(key, value) != value]:
                 raise ConfigError(
                     f"changes self.{changed[0]} in Python, which happens when it is traced and not in each step; make "
                     "it a weight (add_weight), or leave it out"
                 )
+        graded |= given
+    return graded
 
 
 def _traced(method: Callable[[Any], Any], layout: Layout) -> None:

@@ -73,6 +73,16 @@ def reached_from(*tensors: tf.Tensor) -> set[str]:
     return reached
 
 
+def origins_of(tensor: tf.Tensor) -> list[tf.Operation]:
+    """The operations of its graph on which a tensor depends."""
+    found, queue = {tensor.op.name: tensor.op}, [tensor.op]
+    while queue:
+        new = [source.op for source in queue.pop().inputs if source.op.name not in found]
+        queue += new
+        found.update({operation.name: operation for operation in new})
+    return list(found.values())
+
+
 def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:
     """The factor of the old state in a tensor; NaN if it is not constant.
 

@@ -94,6 +94,8 @@ def build_step(
     checks.check_made(source.name, step)
     checks.check_metrics(source.name, step)
     checks.check_foreign(source.name, step.trace)
+    checks.check_reads(source.name, step.trace)
+    checks.check_gradients(source.name, step)
     return step, make_optimizer
 
 
@@ -103,6 +105,7 @@ def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple
     checks.check_made(source.name, step)
     checks.check_metrics(source.name, step)
     checks.check_foreign(source.name, step.trace)
+    checks.check_reads(source.name, step.trace)
     _take_earlier(step, step.optimizer)
     return step, copies_of(step.optimizer, step.trainable, source.name)
 

@@ -10,12 +10,15 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.model.call_scope import CallScope, read_directly, recording
+from tf2dist.model.call_scope import CallScope, recording
 from tf2dist.model.gathering import num_calls
+from tf2dist.model.gradients import is_zero
+from tf2dist.model.interception import prepare_process
 from tf2dist.model.lookups import TableLookups
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
-from tf2dist.process.parts import read_rows
+from tf2dist.model.trace import Trace
+from tf2dist.process.parts import parts_of, read_rows
 from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, own_layers_of_keras, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
@@ -41,47 +44,6 @@ class StepOutput(NamedTuple):
     state: list[tf.Tensor]
     sums: tf.Tensor
     weight: tf.Tensor
-
-
-class Trace(NamedTuple):
-    """What a call of the model in training shows when it is traced, without being run.
-
-    Attributes:
-        outputs: symbolic tensors, in whatever structure the model returns them.
-        assigned: the trainable variables that the call assigns.
-        draws: how often the call draws from each of its random generators.
-        not_additive: the variables of metrics to which a step does more than add.
-        foreign: the paths of variables that the call assigns and that do not belong to the model.
-        outside: the variables that the call reads and that do not belong to the model.
-        has_scalar_loss: whether a loss returns one number for a whole batch.
-        is_masked: whether a loss leaves out parts of the outputs.
-        has_lengths: whether a loss has a value for each place of a sequence, and batches differ in length.
-        penalties: the losses that layers add, such as those of regularizers.
-        penalizes_batch: whether one of these depends on the batch.
-        decays: of the state that the user's own layers change, by id: the factor of the old value, see `recurrence`.
-        gathers: whether the call or a loss calls `tf2dist.gather`.
-        from_batch: those of these variables whose change depends on the batch.
-    """
-
-    outputs: Any
-    assigned: list[keras.Variable]
-    draws: list[int]
-    not_additive: list[keras.Variable]
-    foreign: list[str]
-    outside: list[keras.Variable]
-    has_scalar_loss: bool
-    is_masked: bool
-    has_lengths: bool
-    penalties: list[tf.Tensor]
-    penalizes_batch: bool
-    decays: dict[int, float]
-    from_batch: list[keras.Variable]
-    gathers: bool
-
-    @property
-    def divides_by_parts(self) -> bool:
-        """Whether a loss that is a mean is divided by more than the number of examples."""
-        return self.is_masked or self.has_lengths
 
 
 class ForwardPass(NamedTuple):
@@ -120,6 +82,7 @@ class ModelStep:
     """
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
+        prepare_process()
         self.model, self.layout = model, layout
         self.loss_scale: float | keras.Variable | None = None
         self.earlier_optimizer: keras.Optimizer | None = None
@@ -214,7 +177,7 @@ class ModelStep:
 
     def _call_with(self, values: list[tf.Tensor], leaves: list[tf.Tensor], training: bool, layout: Layout) -> None:
         """Calls the model with values for `_all_variables`."""
-        with CallScope(list(zip(self._all_variables(), values, strict=True)), self.trainable, None):
+        with CallScope(list(zip(self._all_variables(), values, strict=True)), self.trainable):
             self._forward(leaves, training, layout)
 
     def values(self, ids: Sequence[tf.Tensor] = ()) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -246,10 +209,11 @@ class ModelStep:
             positions: see `Lookups`.
         """
         with (
+            self._scope(trainable, state, self.metrics.zeros(), place) as scope,
             tf.GradientTape() as tape,
-            self._scope(trainable, state, self.metrics.zeros(), place, tape) as scope,
             self._reading(trainable, positions),
         ):
+            tape.watch([value for v, value in zip(self.trainable, trainable, strict=True) if self.lookups.is_table(v)])
             forward = self._forward(leaves, training=True)
             # The workers' parts add up to the loss of the whole step: sums as they are, means weighted by the shares.
             weight = tf.ones([]) if share is None else self._weight(forward, share)
@@ -282,7 +246,7 @@ class ModelStep:
         lookups = self.lookups.look_up(leaves, training)
         trainable, state = self.values(lookups.ids)
         with (
-            self._scope(trainable, state, self.metrics.zeros(), place, None) as scope,
+            self._scope(trainable, state, self.metrics.zeros(), place) as scope,
             self._reading(trainable, lookups.positions),
         ):
             loss = self._forward(leaves, training).loss
@@ -314,7 +278,7 @@ class ModelStep:
         # A layer that draws in an evaluation, too, draws the same in each: the result can be repeated.
         place = tf.zeros([2], tf.int64)
         with (
-            self._scope(trainable, state, self.metrics.zeros(), place, None) as scope,
+            self._scope(trainable, state, self.metrics.zeros(), place) as scope,
             self._reading(trainable, positions),
         ):
             forward = self._forward(leaves, training=False, layout=layout)
@@ -338,12 +302,9 @@ class ModelStep:
         state: list[tf.Tensor],
         metrics: list[tf.Tensor],
         place: tf.Tensor,
-        tape: tf.GradientTape | None,
     ) -> CallScope:
         """The scope in which the variables of the model have the given values, and random generators the step's."""
-        if tape:
-            tape.watch(trainable)  # a tape records variables by itself, but not what is computed from tensors
-        return CallScope(self.scope_values(trainable, state, metrics, place), self.trainable, tape, self.tables)
+        return CallScope(self.scope_values(trainable, state, metrics, place), self.trainable, self.tables)
 
     def _reading(self, trainable: list[tf.Tensor], positions: Sequence[tf.Tensor]) -> AbstractContextManager[None]:
         """The block in which layers take their rows from the values of `tables`."""
@@ -405,14 +366,15 @@ class ModelStep:
     def _gradients(
         self, tape: tf.GradientTape, loss: tf.Tensor, trainable: list[tf.Tensor], scope: CallScope
     ) -> list[tf.Tensor]:
-        """The gradients of the loss, each summed over a variable's value before the call and the assigned ones."""
-        leaves = [[value, *scope.assigned.get(id(v), [])] for v, value in zip(self.trainable, trainable, strict=True)]
-        # Zeros for a variable that the loss does not reach: every gradient has its place in the vector that is sent.
-        gradient_parts = tape.gradient(loss, leaves, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        gradients = [parts[0] if len(parts) == 1 else tf.add_n(parts) for parts in gradient_parts]
+        """The gradients of the loss; of tables those of their rows."""
+        is_table = self.lookups.is_table
+        sources = [value if is_table(v) else v for v, value in zip(self.trainable, trainable, strict=True)]
+        with scope:  # what `keras.remat` computes a second time needs the same values
+            # Zeros for a variable that the loss does not reach: each gradient has its place in the vector that is sent.
+            gradients = tape.gradient(loss, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         # Those of a row that is looked up several times are added up.
         pairs = zip(self.trainable, gradients, strict=True)
-        gradients = [tf.convert_to_tensor(g) if self.lookups.is_table(v) else g for v, g in pairs]
+        gradients = [tf.convert_to_tensor(g) if is_table(v) else g for v, g in pairs]
         if self.loss_scale is None or isinstance(self.loss_scale, keras.Variable):
             return gradients
         return [gradient / self.loss_scale for gradient in gradients]
@@ -426,11 +388,10 @@ class ModelStep:
         def call(
             trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], leaves: list[tf.Tensor]
         ) -> None:
-            with (
-                tf.GradientTape() as tape,  # without it no assigned values are noted
-                self._scope(trainable, state, metrics, tf.zeros([2], tf.int64), tape) as scope,
-            ):
-                forward = self._forward(leaves, training=True)
+            with self._scope(trainable, state, metrics, tf.zeros([2], tf.int64)) as scope:
+                with tf.GradientTape() as tape:
+                    forward = self._forward(leaves, training=True)
+                gradients = tape.gradient(forward.loss, self.trainable)
                 self._update_metrics(forward, forward.loss)
                 penalties = list(self.model.losses)
                 maskable = [*leaves_of(forward.outputs), *(value for _, value in forward.loss_values)]
@@ -446,6 +407,8 @@ class ModelStep:
                     not_additive=[v for v, old, new in metric_changes if new is not old and decay_of(new, old) != 1],
                     foreign=scope.foreign,
                     outside=scope.outside,
+                    bypassed=[],
+                    ungraded=[v for v, g in zip(self.trainable, gradients, strict=True) if is_zero(g)],
                     has_scalar_loss=any(not value.shape.rank for _, value in forward.loss_values),
                     is_masked=any(mask_of(tensor) is not None for tensor in maskable),
                     has_lengths=self._has_lengths([value for _, value in forward.loss_values]),
@@ -459,10 +422,22 @@ class ModelStep:
 
         signature = (*self.specs_of(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
         traced = tf.function(call, autograph=False).get_concrete_function(*signature)
-        outside = traces[0].outside
-        known = [*self.trainable, *self.others, *self.metrics.variables, *outside]
-        outside.extend(read_directly(traced, known))
+        traces[0].note_direct_reads(traced, [*self.trainable, *self.others, *self.metrics.variables])
         return traces[0]
+
+    def graded_by_keras(self, variables: list[keras.Variable]) -> list[keras.Variable]:
+        """Those of some trainable variables that have a gradient in the step of `keras.Model.fit`, by a trace."""
+        parts = [[part.value for part in parts_of(variable)] for variable in variables]
+        found: list[keras.Variable] = []
+
+        def call(leaves: list[tf.Tensor]) -> None:
+            with tf.GradientTape() as tape:
+                forward = self._forward(leaves, training=True)
+            gradients = tape.gradient(forward.loss, parts)
+            found.extend(v for v, own in zip(variables, gradients, strict=True) if not all(map(is_zero, own)))
+
+        tf.function(call, autograph=False).get_concrete_function(self.layout.batched(None))
+        return found
 
     def _has_lengths(self, values: list[tf.Tensor]) -> bool:
         """See `Trace`; `values`: of the losses, before they are reduced."""

@@ -46,12 +46,14 @@ from tf2dist.process.tf_internals.of_keras import (
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
     as_one_node,
+    body_of,
     exchange,
     keep_threads_from_spinning,
     limit_gpu_memory,
     optimize_graphs_for_cpus,
     outside_strategies,
     publish_functions,
+    replace_custom_gradients,
     use_coordination_service,
     wait_at_barrier,
 )
@@ -64,6 +66,7 @@ __all__ = [
     "PartitionedVariable",
     "Rows",
     "as_one_node",
+    "body_of",
     "build_metrics",
     "choose_by_path",
     "clip_gradient",
@@ -97,6 +100,7 @@ __all__ = [
     "own_layers_of_keras",
     "place_of",
     "publish_functions",
+    "replace_custom_gradients",
     "rows_in_place_of",
     "scale_learning_rate",
     "seed_of",

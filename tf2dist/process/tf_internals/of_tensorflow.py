@@ -1,6 +1,7 @@
 """Private names of TensorFlow: its context, its coordination service, and how functions are called in graphs."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,6 +12,9 @@ from tf2dist.process.tf_internals.lacks import attribute, module_of, relying_on
 from tf2dist.tf_constants import PYTHON_FUNCTIONS
 
 CONTEXT = "tensorflow.python.eager.context"
+AUTOGRAPH = "tensorflow.python.autograph.core.ag_ctx"
+CUSTOM_GRADIENT = "tensorflow.python.ops.custom_gradient"
+REPLACED = "_graph_mode_decorator"  # what a decorated function looks up in it when it is called in a graph
 # An attribute of functions: TensorFlow refuses names that are not on its list, so a renamed one is noticed.
 NO_INLINE = "_noinline"
 
@@ -125,6 +129,31 @@ def as_one_node(function: Callable[..., Any]) -> Any:
     # which doubles the time of a step.
     with relying_on(tf, NO_INLINE):
         return tf.function(function, autograph=False, experimental_attributes={NO_INLINE: True})
+
+
+def body_of(function: Any) -> Callable[..., Any]:
+    """The Python function of a `tf.function` as TensorFlow traces it, converted by AutoGraph if it asks for that."""
+    body: Callable[..., Any] = function.python_function
+    if not attribute(tf, function, "_autograph", bool):
+        return body
+    module = module_of(AUTOGRAPH)
+    # Without it nothing is converted within a function that does not use AutoGraph itself.
+    with relying_on(tf, "ControlStatusCtx"):
+        enabled = module.ControlStatusCtx(status=module.Status.ENABLED)
+    with relying_on(tf, "tf_convert"):
+        converted: Callable[..., Any] = tf.__internal__.autograph.tf_convert(body, enabled, user_requested=True)
+    return converted
+
+
+def replace_custom_gradients(replacement: Callable[..., Any]) -> None:
+    """Makes this process call ``replacement(original, function, args, options)`` in graphs for `tf.custom_gradient`.
+
+    Args:
+        replacement: returns what ``original(function, args, options)`` would: the result of ``function(*args)[0]``,
+            with the gradient of ``function(*args)[1]``.
+    """
+    module = module_of(CUSTOM_GRADIENT)
+    setattr(module, REPLACED, functools.partial(replacement, attribute(tf, module, REPLACED, Callable)))
 
 
 @contextlib.contextmanager

@@ -57,13 +57,17 @@ from tf2dist.process.tf_internals.of_keras import (
 )
 from tf2dist.process.tf_internals.of_tensorflow import (
     CONTEXT,
+    CUSTOM_GRADIENT,
     NO_INLINE,
+    REPLACED,
     as_one_node,
+    body_of,
     keep_threads_from_spinning,
     limit_gpu_memory,
     optimize_graphs_for_cpus,
     outside_strategies,
     publish_functions,
+    replace_custom_gradients,
     this_context,
     use_coordination_service,
 )
@@ -126,6 +130,24 @@ def _service_is_there() -> bool:
 def _one_node_is_kept() -> bool:
     traced = as_one_node(lambda: tf.constant(0)).get_concrete_function()
     return bool(traced.function_def.attr[NO_INLINE].b)
+
+
+def _functions_are_converted() -> bool:
+    def at_least_0(x: tf.Tensor) -> tf.Tensor:
+        while x < 0:
+            x = x + 1
+        return x
+
+    with tf.Graph().as_default():
+        return tf.is_tensor(body_of(tf.function(at_least_0))(tf.constant(-1)))
+
+
+def _custom_gradients_are_replaced() -> bool:
+    module, replacement = module_of(CUSTOM_GRADIENT), mock.Mock(return_value=None)
+    with mock.patch.object(module, REPLACED, getattr(module, REPLACED)), tf.Graph().as_default():
+        replace_custom_gradients(replacement)
+        tf.custom_gradient(lambda x: (x, lambda upstream: upstream))(1.0)
+    return replacement.called
 
 
 def _workers_are_followed() -> bool:
@@ -461,6 +483,8 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context._config"): _context_is_configured,
     (tf, "Context.coordination_service"): _service_is_set,
     (tf, "Context.wait_at_barrier"): _service_is_there,
+    (tf, "PolymorphicFunction._autograph"): _functions_are_converted,
+    (tf, REPLACED): _custom_gradients_are_replaced,
     (tf, "WorkerPreemptionHandler"): _workers_are_followed,
     (tf, NO_INLINE): _one_node_is_kept,
     (tf, "Graph._distribution_strategy_stack"): _strategies_are_left,

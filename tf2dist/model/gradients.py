@@ -1,0 +1,19 @@
+"""Gradients that are zero, which a step must not have where Keras has others."""
+
+from typing import Any
+
+import tensorflow as tf
+
+WAY_OUT = "give it to what reads it as an argument, from call"
+
+
+def is_zero(gradient: Any) -> bool:
+    """Whether a gradient, a symbolic tensor or None for none, is zero whatever the batch is."""
+    if gradient is None:
+        return True
+    if not isinstance(gradient, tf.Tensor):  # of some rows of a table
+        return False
+    if gradient.op.type == "ZerosLike":
+        return True
+    value = tf.get_static_value(gradient)
+    return value is not None and not value.any()
