@@ -147,7 +147,7 @@ def _custom_gradients_are_replaced() -> bool:
     with mock.patch.object(module, REPLACED, getattr(module, REPLACED)), tf.Graph().as_default():
         replace_custom_gradients(replacement)
         tf.custom_gradient(lambda x: (x, lambda upstream: upstream))(1.0)
-    return replacement.called
+    return bool(replacement.called)
 
 
 def _workers_are_followed() -> bool:
