@@ -19,8 +19,8 @@ def dense(units: int, activation: str | None = None, seed: int = 1) -> keras.lay
     return layers.Dense(units, activation, kernel_initializer=keras.initializers.GlorotUniform(seed))
 
 
-def compiled(model: keras.Model, loss: str | None = "mse") -> keras.Model:
-    model.compile(keras.optimizers.SGD(0.1), loss)
+def compiled(model: keras.Model, loss: str | None = "mse", **more: Any) -> keras.Model:
+    model.compile(keras.optimizers.SGD(0.1), loss, **more)
     return model
 
 
@@ -120,6 +120,23 @@ class Recomputed(keras.Model):  # type: ignore[misc]
 
     def call(self, x: Any) -> Any:
         return self.third(keras.remat(lambda y: self.second(tf.recompute_grad(self.first)(y)))(x))
+
+
+class RecomputedNorm(keras.Model):  # type: ignore[misc]
+    """State that is assigned again when its layer is computed again, as in Keras."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = layers.BatchNormalization(momentum=0.5, synchronized=True), dense(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.last(keras.remat(lambda y: self.norm(y, training=training))(x))
+
+
+class Error(keras.metrics.Mean):  # type: ignore[misc]
+    @tf.function  # type: ignore[untyped-decorator]
+    def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        super().update_state(keras.ops.abs(y - y_pred))
 
 
 class Smooth(keras.Model):  # type: ignore[misc]
@@ -243,6 +260,8 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
     "branching": (linear(branching), X, Y),
     "recomputed function": (linear(lambda layer: tf.recompute_grad(lambda x: tf.tanh(layer.product(x)))), X, Y),
     "recomputed layers": (lambda: compiled(Recomputed()), X, Y),
+    "recomputed norm": (lambda: compiled(RecomputedNorm()), X, Y),
+    "traced metric": (lambda: compiled(keras.Sequential([keras.Input([4]), dense(1)]), metrics=[Error()]), X, Y),
     "scaled": (linear(scaled), X, Y),
     "scaled argument": (linear(scaled_argument), X, Y),
     "smooth": (lambda: compiled(Smooth(), None), X, Y),
@@ -251,5 +270,14 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
     **{f"table in {name}": (lookup(name), IDS, Y) for name in TABLES},
 }
 # Of each kind one, for tests that always run.
-IN_ASYNC = ["traced call", "branching", "recomputed function", "traced step", "cell", "table in cond"]
+IN_ASYNC = [
+    "traced call",
+    "traced metric",
+    "branching",
+    "recomputed function",
+    "recomputed norm",
+    "traced step",
+    "cell",
+    "table in cond",
+]
 IN_SYNC = ["traced layers", "recomputed layers", "scaled", "smooth", "table in vectorized map"]

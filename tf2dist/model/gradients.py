@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-WAY_OUT = "give it to what reads it as an argument, from call"
+WAY_OUT = "pass it as an argument to the function that uses it"
 
 
 def is_zero(gradient: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.model.call_scope import CallScope, recording
+from tf2dist.model.call_scope import CallScope, building, recording
 from tf2dist.model.gathering import num_calls
 from tf2dist.model.gradients import is_zero
 from tf2dist.model.interception import prepare_process
@@ -111,7 +111,8 @@ class ModelStep:
 
     def _build_metrics(self) -> None:
         # A compiled model knows its losses and the variables of its metrics only when these are built.
-        build_metrics(self.model, self.layout.symbolic())
+        with building():  # a scope of Keras's own, out of which a traced function would leave tensors
+            build_metrics(self.model, self.layout.symbolic())
         self.metrics = self.evaluated = Metrics(self.model)
 
     @property

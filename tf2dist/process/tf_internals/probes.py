@@ -139,7 +139,7 @@ def _functions_are_converted() -> bool:
         return x
 
     with tf.Graph().as_default():
-        return tf.is_tensor(body_of(tf.function(at_least_0))(tf.constant(-1)))
+        return bool(tf.is_tensor(body_of(tf.function(at_least_0))(tf.constant(-1))))
 
 
 def _custom_gradients_are_replaced() -> bool:
