@@ -201,6 +201,10 @@ def in_batch_negatives(layer: Any, x: Any, count: Any) -> None:
     layer.add_loss(keras.ops.mean(CROSSENTROPY(from_logits=True, reduction=None)(right, scores)))
 
 
+def negatives_of_all(layer: Any, x: Any, count: Any) -> None:
+    in_batch_negatives(layer, tf2dist.gather(x), count)
+
+
 def sampled(layer: Any, x: Any, count: Any) -> None:
     layer.add_loss(keras.ops.mean(keras.ops.square(x - keras.random.normal(keras.ops.shape(x), seed=layer.generator))))
 
@@ -250,6 +254,7 @@ BATCHES: dict[str, tuple[Callable[[], keras.layers.Layer], str, str]] = {
     "a mean": (lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.mean(x))), "", ""),
     "a sum": (lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.sum(x))), IS_SUM, IS_SUM),
     "negatives": (lambda: Looks(in_batch_negatives), NOTED, NOTED),
+    "negatives of all": (lambda: Looks(negatives_of_all), "", NOTED),
     "a largest": (
         lambda: Looks(lambda self, x, n: self.add_loss(keras.ops.max(keras.ops.mean(x, (1, 2))))),
         NOTED,

@@ -87,17 +87,17 @@ def exchanging(exchange: Exchange | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[str]]:
-    """The block in which a step is traced as that of a single replica; the names of the sums that `gather` takes."""
-    names: list[str] = []
+def noting() -> Iterator[list[tf.Tensor]]:
+    """The block in which a step is traced as that of a single replica; the sums that `gather` takes."""
+    totals: list[tf.Tensor] = []
 
     def add_up(tensor: tf.Tensor) -> tf.Tensor:
         total = tf.identity(tensor)
-        names.append(total.name)
+        totals.append(total)
         return total
 
     with exchanging(Exchange(add_up, tf.constant(0), 1, tf.ones([]), weighs_later=False)):
-        yield names
+        yield totals
 
 
 def num_calls() -> int:

@@ -64,19 +64,18 @@ def _decay(new: tf.Tensor, shares: dict[str, float]) -> float:
     return decay if math.isfinite(decay) and is_kept else 0.0
 
 
-def reached_from(*tensors: tf.Tensor, barriers: Collection[str] = ()) -> set[str]:
+def reached_from(*tensors: tf.Tensor, barriers: Collection[tf.Tensor] = ()) -> set[str]:
     """The names of all tensors that depend on one of these, and their own.
 
     Args:
-        barriers: the names of tensors beyond which nothing is followed.
+        barriers: beyond these nothing is followed. Those of other graphs may have the same names, and do not count.
     """
+    closed = {tensor.name for tensor in barriers if tensor.graph is tensors[0].graph}
     reached, queue = {tensor.name for tensor in tensors}, list(tensors)
     while queue:
-        new = [
-            output for output in _consumed(queue.pop()) if output.name not in reached and output.name not in barriers
-        ]
-        queue += new
-        reached.update(output.name for output in new)
+        outputs = [one for one in _consumed(queue.pop()) if one.name not in reached and one.name not in closed]
+        queue += outputs
+        reached.update(output.name for output in outputs)
     return reached
 
 

@@ -34,7 +34,6 @@ from tf2dist.data.arrays import Splits
 from tf2dist.data.stream import Stream
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_aggregation, check_unsynchronized
-from tf2dist.model.gathering import Exchange
 from tf2dist.model.optimizer_checks import check_loss_scale
 from tf2dist.model.packing import Buckets
 from tf2dist.model.recurrence import reached_from
@@ -218,7 +217,7 @@ class LocalSgdStep(SyncStep):
 
         A batch of padding leaves the state that depends on it as it is, and has gradients of 0.
         """
-        self._gathered: set[str] = set()  # the names of what `tf2dist.gather` adds up, the same on all workers
+        self._gathered: list[tf.Tensor] = []  # what `tf2dist.gather` adds up, the same on all workers
         output, _, state, share = self.computed(element)
         # The step multiplies a mean by the share of the batch, so that the parts of all workers add up. A loss that is
         # a sum grows by this to what it would be for the batches of all.
@@ -233,17 +232,10 @@ class LocalSgdStep(SyncStep):
         part, count, metrics = output.sums[:1], output.sums[1:2], output.sums[2:]
         return gradients, state, tf.concat([tf.math.divide_no_nan(part, output.weight) * count, count, metrics], 0)
 
-    def _exchange(self, replica: tf.Tensor, share: tf.Tensor) -> Exchange | None:
-        exchange = super()._exchange(replica, share)
-        if exchange is None:
-            return None
-
-        def add_up(tensor: tf.Tensor) -> tf.Tensor:
-            total = exchange.add_up(tensor)
-            self._gathered.add(total.name)
-            return total
-
-        return exchange._replace(add_up=add_up)
+    def _added_up(self, tensor: tf.Tensor) -> tf.Tensor:
+        total = super()._added_up(tensor)
+        self._gathered.append(total)
+        return total
 
     def _average(self, length: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         """Ends a round: gives all workers the mean of their variables; returns its sums, float64 [num_sums]."""
