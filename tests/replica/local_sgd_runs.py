@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import tf2dist
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits
 from tests.replica.test_epochs import regression
@@ -16,6 +17,7 @@ from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.algorithms import AlgorithmConfig
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.model import packing
 from tf2dist.testing import SyncWorker
 from tf2dist.training.hooks import Change
@@ -71,6 +73,32 @@ STREAM_CONFIG = local_config("adam", per_call=10)
 STREAM_CONFIG.train.batch_size_per_worker = BATCH
 INTERRUPTED = QUICK["outer momentum"]
 CHANGING = unconstrained("momentum", **OUTER)
+
+
+class Counts(keras.layers.Layer):  # type: ignore[misc]
+    """Counts the steps, and the examples of all workers."""
+
+    def build(self, shape: Any) -> None:
+        more = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.steps, self.examples = self.add_weight(name="steps", **more), self.add_weight(name="examples", **more)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.steps.assign_add(1)
+            self.examples.assign_add(keras.ops.cast(keras.ops.shape(tf2dist.gather(x))[0], "float32"))
+        return x
+
+
+def counting() -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), Counts(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+# The second worker has none of the 9 examples in the second step.
+PADDED = InMemorySource(counting, Splits(Arrays(np.ones([9, 3], np.float32), np.ones([9, 1], np.float32))))
+PADDED_CONFIG = local_config("sgd")
+PADDED_CONFIG.train.batch_size_per_worker = 4
 
 
 class Counted:
@@ -155,6 +183,7 @@ def step_by_step(worker: SyncWorker, optimizer: str) -> dict[str, Any]:
 def train_quickly(worker: SyncWorker) -> dict[str, Any]:
     """Several runs in one life of the workers, which take seconds to start."""
     found = {name: trained(worker, config, PAUSES) for name, config in QUICK.items()}
+    found["padded"] = trained(worker, PADDED_CONFIG, (2,), PADDED)
     return found | step_by_step(worker, "momentum") | stopped_and_resumed(worker)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf2dist
 from tests.replica import own_steps  # noqa: F401  registers models
 from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import data, registry
@@ -140,13 +141,17 @@ def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 class Counts(keras.layers.Layer):  # type: ignore[misc]
-    """Has a weight for each way in which replicas put their changes together."""
+    """Has a weight for each way in which replicas put their changes together, and some of what they gather."""
 
     def build(self, shape: Any) -> None:
         ways = {"seen": "sum", "total": "sum", "steps": "only_first_replica", "mean": "mean", "middle": "none"}
         for name, way in ways.items():
             more = {"initializer": "zeros", "trainable": False, "aggregation": way}
             setattr(self, name, self.add_weight(shape=(), name=name, **more))
+        more = {"initializer": "zeros", "trainable": False}
+        self.largest = self.add_weight(shape=shape[1:], name="largest", **more)
+        self.queue = self.add_weight(shape=(160, *shape[1:]), name="queue", **more)
+        self.next_row = self.add_weight(shape=(), name="next_row", dtype="int32", **more)
 
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
@@ -159,6 +164,11 @@ class Counts(keras.layers.Layer):  # type: ignore[misc]
         self.steps.assign_add(1)
         for variable in (self.mean, self.middle):
             variable.assign(0.5 * variable + keras.ops.mean(x))
+        rows = tf2dist.gather(x)
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(rows, axis=0)))
+        places = (self.next_row + keras.ops.arange(keras.ops.shape(rows)[0])) % 160
+        self.queue.assign(keras.ops.scatter_update(self.queue, places[:, None], rows))
+        self.next_row.assign((self.next_row + keras.ops.shape(rows)[0]) % 160)
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
 
 

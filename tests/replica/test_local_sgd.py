@@ -205,6 +205,12 @@ def test_local_steps_of_1_are_plain_training_with_any_optimizer(long: list[dict[
     assert plain.facts == {"algorithm": "plain"}
 
 
+def test_state_that_all_workers_compute_alike_moves_without_examples_too(quick: list[dict[str, Any]]) -> None:
+    for result in quick:
+        *_, steps, examples = of_model(result["padded"].after.arrays).values()
+        assert [steps, examples] == [2, 9]
+
+
 # A run in parts.
 
 

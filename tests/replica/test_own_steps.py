@@ -251,6 +251,44 @@ def test_several_synchronous_workers_refuse_sums_and_are_told_of_other_gradients
         checks.check_batches("m", step_of(lambda: linear(train_step=summed)), splits)
 
 
+class Largest(Linear):
+    """Keeps the largest error of an example, of its own batch or of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False, name="largest")
+
+    def train_step(self, data: Any) -> Any:
+        error = self.of_examples((data[1] - self(data[0])) ** 2)
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(error)))
+        return super().train_step(data)
+
+    def of_examples(self, errors: Any) -> Any:
+        return errors
+
+
+class LargestOfAll(Largest):
+    def of_examples(self, errors: Any) -> Any:
+        return tf2dist.gather(errors)
+
+
+def test_several_synchronous_workers_refuse_state_that_is_no_mean_unless_they_gather_it() -> None:
+    def step_with(kind: type[Linear]) -> Any:
+        def make() -> Linear:
+            model = kind()
+            model.compile(keras.optimizers.SGD(0.1))
+            return model
+
+        return step_of(make)
+
+    splits, of_all = Splits(Arrays(X, Y), num_classes=None), step_with(LargestOfAll)
+    assert checks.check_batches("m", of_all, splits) == ""
+    for step, gathers, way_out in ((step_with(Largest), True, ""), (of_all, False, "use mode=sync, and ")):
+        says = rf"model \(m\): every step gives \S*largest a value that is no mean .*; {way_out}compute it from tf2dist"
+        with pytest.raises(ConfigError, match=says):
+            checks.check_batches("m", step, splits, gathers)
+
+
 def with_numbers(self: Linear, data: Any) -> Any:
     before = self.error(data)
     self.update(data)

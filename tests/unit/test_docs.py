@@ -162,7 +162,7 @@ def test_a_chinese_page_shows_what_the_english_one_shows(chinese: str, english: 
 MENTIONED = {page: " ".join(f"<{code}>" for code in in_code(without_code(text))) for page, text in PAGES.items()}
 FILES = ("py", "sh", "keras", "json", "yaml")
 # Of Keras, Hydra's examples, pip, podman, SLURM and SageMaker.
-FOREIGN = {"alpha", "auto_scale_loss", "custom_objects", "distribution", "name", "override", "reduction"}
+FOREIGN = {"aggregation", "alpha", "auto_scale_loss", "custom_objects", "distribution", "name", "override", "reduction"}
 ABOUT_OTHERS = {page for page in PAGES if "coming_from" in page or page == "docs/zh/tf1.md"}  # have their names, too
 FOREIGN_FLAGS = {"--build-arg", "--gpu-bind", "--gpus-per-task"}
 

@@ -7,20 +7,30 @@ both as one shows whether that gives what one worker computes from the whole.
 import contextlib
 import enum
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
-from tf2dist.model.step import ModelStep
+from tf2dist.model.gathering import noting
+from tf2dist.model.recurrence import reached_from, recurrence_of
+from tf2dist.model.step import ModelStep, step_place
+from tf2dist.process.tf_internals import layers_of
 
 SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
 TOLERANCE = 1e-3  # relative
+# Of changes of the state and by their rounding, relative to the change and to the value: in float32 and half precision.
+TOLERANCES, HALF_TOLERANCES = (TOLERANCE, 2e-6), (0.05, 0.01)
+# Of the trial of the state: the number of the examples, and by how much the weights are moved, since those that begin
+# with zeros may hide much. The same batch a second time meets what it has left: a largest mean is above some of it.
+ROUNDS = ((0, 0.0), (0, 0.0), (1, 0.01), (1, 0.01))
+MAX_MOVED = 1 << 20  # elements of a weight that is moved; large tables are not copied
 
 
 class Dependence(enum.Enum):
-    """What the loss of a batch is to those of its parts."""
+    """What the loss of a batch is to those of its parts, or what it adds to a variable."""
 
     # Or it cannot be known, as that of one with random numbers, such as a variational autoencoder's; or what the loss
     # gathers makes it so.
@@ -29,15 +39,19 @@ class Dependence(enum.Enum):
     NEITHER = enum.auto()
 
 
-def loss_dependence(step: ModelStep, splits: Splits) -> Dependence:
-    """How the loss depends on the batch, with what layers add to it; of a model's own step, how its gradients do."""
+def loss_dependence(step: ModelStep, splits: Splits, gathers: bool) -> Dependence:
+    """How the loss depends on the batch, with what layers add to it; of a model's own step, how its gradients do.
+
+    Args:
+        gathers: whether `tf2dist.gather` gives the tensors of all workers.
+    """
     # What the losses of a compiled model give for each example has a mean over the batch.
     first = 0 if step.trace.has_scalar_loss or step.has_own_loss else 1
-    if step.trace.gathers or (first and not step.trace.penalizes_batch):
+    if (step.trace.gathers and gathers) or (first and not step.trace.penalizes_batch):
         return Dependence.MEAN
 
     def of_parts(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
-        return lambda leaves: [part for number in (0, 1) for part in step.parts(leaves, training, number)[0][first:]]
+        return lambda leaves: [part for number in (0, 1) for part in step.parts(leaves, training, number)[first:]]
 
     # Not as in training, where dropout draws numbers and normalization looks at the batch; unless losses are added in
     # training alone.
@@ -63,25 +77,151 @@ def _is_near(one: np.ndarray, other: np.ndarray) -> bool:
     return bool(np.linalg.norm(one - other) <= TOLERANCE * np.linalg.norm(other) + 1e-7)
 
 
-def sums_over_batch(step: ModelStep, splits: Splits) -> list[keras.Variable]:
-    """The variables without an aggregation to which a step adds up something of each example."""
-    variables = [v for v in step.trace.from_batch if v.aggregation == "none"]
+class StateChange(NamedTuple):
+    """How a step changes a variable.
+
+    Attributes:
+        dependence: of what the step adds to `decay` times the old value; NEITHER also if that cannot be shown.
+        decay: see `recurrence`.
+    """
+
+    variable: keras.Variable
+    dependence: Dependence
+    decay: float
+
+
+def state_changes(step: ModelStep, splits: Splits, gathers: bool) -> list[StateChange]:
+    """How a step changes each variable without an aggregation that depends on the worker's own batch or random numbers.
+
+    Args:
+        gathers: whether `tf2dist.gather` gives the tensors of all workers.
+    """
+    draws = step.trace.decays if any(step.trace.draws) else {}
+    known = {*draws, *map(id, step.trace.from_batch), *map(id, step.trace.assigned)}
+    variables = [v for v in step.state if id(v) in known and v.aggregation == "none"]
     if not variables:
         return []
-
-    def of_state(leaves: list[tf.Tensor]) -> list[tf.Tensor]:
-        terms = step.parts(leaves, True)[1]
-        return [terms[id(variable)] for variable in variables]
-
-    terms = _on_trial(of_state, step, splits)
-    if terms is None:
-        return []
-    # By the nearer one: what dropout and normalization make of a batch depends on the batch a little.
+    trial = _StateTrial(step, variables, gathers)
+    rounds = []
+    with contextlib.suppress(Exception):  # operations of the model raise errors of many types
+        for number, move in ROUNDS if trial.changed else ():
+            rounds.append(trial.compare(_examples(step, splits, number), move))
     return [
-        variable
-        for variable, first, second, whole in zip(variables, *terms, strict=True)
-        if np.linalg.norm(whole - (first + second)) < np.linalg.norm(whole - _mean(first, second))
+        StateChange(variable, _of_rounds([of_all[place] for of_all in rounds]), decay)
+        for place, (variable, decay) in enumerate(trial.changed)
     ]
+
+
+def _of_rounds(found: list[Dependence | None]) -> Dependence:
+    """By those rounds that show any dependence; a largest value, for example, may not move in one of them."""
+    shown = [one for one in found if one]
+    if not shown or Dependence.NEITHER in shown:
+        return Dependence.NEITHER
+    return Dependence.SUM if Dependence.SUM in shown else Dependence.MEAN
+
+
+class _StateTrial:
+    """Computes what a step adds to variables, from values of the state that follow each other.
+
+    Attributes:
+        changed: the variables whose new values may differ between the workers, with their decays.
+    """
+
+    def __init__(self, step: ModelStep, variables: list[keras.Variable], gathers: bool) -> None:
+        self._step, self._ids, self._gathers = step, set(map(id, variables)), gathers
+        self._state = step.values()[1]
+        halves = [layer for layer in layers_of(step.model) if layer.compute_dtype in ("bfloat16", "float16")]
+        self._tolerances = HALF_TOLERANCES if halves else TOLERANCES
+        self.changed: list[tuple[keras.Variable, float]] = []
+        signature = (
+            *step.specs_of(step.state),
+            step.layout.batched(None),
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([]),
+        )
+        self._call = tf.function(self._new_state, autograph=False, input_signature=signature)
+        self._call.get_concrete_function()  # to know `changed`
+
+    def _new_state(
+        self, state: list[tf.Tensor], leaves: list[tf.Tensor], number: tf.Tensor, move: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """In the graph: the new state, and for `changed` what a step adds, and from where the values move to that."""
+        trainable = [_moved(value, move) for value in self._step.values()[0]]
+        with noting() as gathered:
+            new_state = self._step(trainable, state, leaves, step_place(tf.constant(0), number)).state
+        reached = reached_from(*leaves, number, barriers=gathered if self._gathers else ())
+        old = dict(zip(map(id, self._step.state), state, strict=True))
+        old |= dict(zip(map(id, self._step.trainable), trainable, strict=True))
+        found = [
+            (variable, recurrence_of(new, old[id(variable)]))
+            for variable, new in zip(self._step.state, new_state, strict=True)
+            if id(variable) in self._ids and new.name in reached
+        ]
+        self.changed = [(variable, recurrence.decay) for variable, recurrence in found]
+        begun = [tf.zeros_like(one.term) if one.decay else old[id(variable)] for variable, one in found]
+        return new_state, [recurrence.term for _, recurrence in found], begun
+
+    def compare(self, leaves: list[tf.Tensor], move: float) -> list[Dependence | None]:
+        """How what a step adds to each variable depends on the examples of a batch; None if it does not show.
+
+        Args:
+            leaves: of examples for the batches of `SIZES`, and of others in their places.
+            move: see `ROUNDS`.
+        """
+        first, second, *others = np.split(np.arange(2 * sum(SIZES)), np.cumsum([*SIZES, SIZES[0]]))
+
+        def call(*parts: np.ndarray, number: int = 0) -> tuple[list[Any], ...]:
+            batch = [tf.gather(leaf, np.concatenate(parts)) for leaf in leaves]
+            state, *found = self._call(self._state, batch, tf.constant(number, tf.int64), tf.constant(move))
+            return state, *([np.array(tensor, np.float64) for tensor in tensors] for tensors in found)
+
+        new_state, whole, begun = call(first, second)
+        terms = [call(first)[1], call(second)[1], whole, call(first, second, number=1)[1]]
+        is_random = not all(map(np.array_equal, whole, terms[-1]))
+        pairs = [(first, second), others, (others[0], second), (first, others[1])] if is_random else []
+        mixed = [call(*pair)[1] for pair in pairs] or [whole]
+        self._state = new_state
+        each = zip(zip(*terms, strict=True), zip(*mixed, strict=True), begun, self.changed, strict=True)
+        return [self._dependence(of_parts, of_mixed, old, decay) for of_parts, of_mixed, old, (_, decay) in each]
+
+    def _dependence(
+        self, terms: tuple[np.ndarray, ...], mixed: tuple[np.ndarray, ...], begun: np.ndarray, decay: float
+    ) -> Dependence | None:
+        """See `compare`.
+
+        Args:
+            terms: of two batches, of both as one, and of that with other random numbers.
+            mixed: of batches of two parts, of two others, and of one part and the other one in turn.
+            begun: from where the values move to the terms.
+        """
+        first, second, whole, repeated = terms
+        if not all(np.isfinite(one).all() for one in terms) or all(np.array_equal(one, whole) for one in terms):
+            return None
+        of_change, of_value = self._tolerances
+        begun = np.where(np.isfinite(begun), begun, 0)
+        change = max(np.linalg.norm(one - begun) for one in terms)
+        tolerance = of_change * change + of_value * np.linalg.norm(whole) + 1e-12
+
+        mean, total = _mean(first, second), first + second
+        to_mean, to_sum = np.linalg.norm(whole - mean), np.linalg.norm(whole - total)
+        is_random = not np.array_equal(whole, repeated)
+        if not is_random and to_mean <= tolerance:
+            return Dependence.MEAN
+        # By the nearer one: what normalization makes of a batch depends on the batch a little.
+        if to_sum < to_mean and (decay or to_sum < np.linalg.norm(total) / 4):
+            return Dependence.SUM
+        # Batches of one size draw the same numbers, unless these are TensorFlow's own; then it cannot be known.
+        if is_random and decay and not np.array_equal(whole, mixed[0]):
+            return Dependence.MEAN
+        if is_random and decay and np.linalg.norm(mixed[0] + mixed[1] - mixed[2] - mixed[3]) <= tolerance:
+            return Dependence.MEAN
+        return Dependence.NEITHER
+
+
+def _moved(value: tf.Tensor, move: tf.Tensor) -> tf.Tensor:
+    if not value.dtype.is_floating or value.shape.num_elements() > MAX_MOVED:
+        return value
+    return value + tf.cast(move * tf.random.stateless_normal(value.shape, [0, 0]), value.dtype)
 
 
 def _mean(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -95,7 +235,7 @@ def _on_trial(
 
     None if the model takes no such batches, or a number is not finite.
     """
-    leaves = _examples(step, splits)
+    leaves = _examples(step, splits, 0)
     cuts = slice(0, SIZES[0]), slice(SIZES[0], sum(SIZES)), slice(0, sum(SIZES))
     traced = tf.function(function, autograph=False, input_signature=[step.layout.batched(None)])
     with contextlib.suppress(Exception):  # operations of the model raise errors of many types
@@ -105,16 +245,21 @@ def _on_trial(
     return None
 
 
-def _examples(step: ModelStep, splits: Splits) -> list[tf.Tensor]:
-    """The leaves of some examples of the training set; of a stream, whose examples are not here, made-up ones."""
-    if splits.stream is None and len(splits.train) >= sum(SIZES):
-        return [tf.constant(leaf) for leaf in splits.train[: sum(SIZES)].leaves]
-    return [_made_up(spec) for spec in step.layout.batched(sum(SIZES))]
+def _examples(step: ModelStep, splits: Splits, number: int) -> list[tf.Tensor]:
+    """The leaves of some examples of the training set; of a stream, whose examples are not here, made-up ones.
+
+    Args:
+        number: of the choice.
+    """
+    rng, total = np.random.default_rng(number), 2 * sum(SIZES)
+    if splits.stream is None and len(splits.train):
+        rows = rng.choice(len(splits.train), total, replace=len(splits.train) < total)
+        return [tf.constant(leaf) for leaf in splits.train.take(rows)]
+    return [_made_up(spec, rng) for spec in step.layout.batched(total)]
 
 
-def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
+def _made_up(spec: tf.TensorSpec, rng: np.random.Generator) -> tf.Tensor:
     shape = [8 if size is None else size for size in spec.shape]
-    rng = np.random.default_rng(len(shape))
     if spec.dtype == tf.string:
         return tf.fill(shape, "")
     return tf.cast(rng.random(shape) if spec.dtype.is_floating else rng.integers(0, 2, shape), spec.dtype)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import Splits
 from tf2dist.data.layout import Layout, leaves_of
 from tf2dist.errors import ConfigError, kind_of
-from tf2dist.model.batch_dependence import Dependence, loss_dependence, sums_over_batch
+from tf2dist.model.batch_dependence import Dependence, StateChange, loss_dependence, state_changes
 from tf2dist.model.gradients import WAY_OUT
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep
@@ -267,13 +267,16 @@ def check_state(name: str, state: list[keras.Variable]) -> None:
         )
 
 
-def check_batches(name: str, step: ModelStep, splits: Splits) -> str:
-    """Refuses, for several synchronous replicas, what is a sum over the batch and does not say so.
+def check_batches(name: str, step: ModelStep, splits: Splits, gathers: bool = True) -> str:
+    """Refuses, for several synchronous replicas, what they cannot put together from their parts of a batch.
+
+    Args:
+        gathers: whether `tf2dist.gather` gives the tensors of all workers.
 
     Returns:
-        A note for the user about a loss that is neither the sum nor the mean over the examples; empty if it is none.
+        A note for the user about what is neither the sum nor the mean over the examples; empty if nothing is.
     """
-    dependence = loss_dependence(step, splits)
+    dependence = loss_dependence(step, splits, gathers)
     if dependence is Dependence.SUM and isinstance(step, OwnStep):
         raise ConfigError(
             f"model ({name}): the gradients of its train_step are a sum over the batch, of which several synchronous "
@@ -284,18 +287,39 @@ def check_batches(name: str, step: ModelStep, splits: Splits) -> str:
             f"model ({name}): its loss is a sum over the batch, of which several synchronous workers would take the "
             "mean; give the mean over the examples, or to compile a loss with reduction='sum', or use mode=async"
         )
-    if added := sums_over_batch(step, splits):
+    note = ""
+    if dependence is Dependence.NEITHER:
+        what, whats = ("gradient", "gradients") if isinstance(step, OwnStep) else ("loss", "losses")
+        note = (
+            f"the {what} of a batch is not the mean over its examples: each step takes the mean of the {whats} of the "
+            "workers' batches, as DistributedDataParallel, Horovod and MirroredStrategy do"
+        )
+    return "; ".join(filter(None, (note, _check_changes(name, state_changes(step, splits, gathers), gathers))))
+
+
+def _check_changes(name: str, changes: list[StateChange], gathers: bool) -> str:
+    """See `check_batches`, for the state."""
+    # A moving average of what is no mean goes on from the mean of the workers' values, as that of a variance does in
+    # BatchNormalization. Of largest values, queues or last examples a mean is none of them.
+    others = [change for change in changes if change.dependence is Dependence.NEITHER]
+    if odd := [change.variable.path for change in others if not change.decay]:
+        way_out = "compute it from" if gathers else "use mode=sync, and compute it from"
         raise ConfigError(
-            f"model ({name}): every step adds to {added[0].path} a sum over its batch, of which several synchronous "
+            f"model ({name}): every step gives {odd[0]} a value that is no mean over its batch, and several "
+            f"synchronous workers would take the mean of theirs; {way_out} tf2dist.gather(...) of what it takes from "
+            "the batch, or say that the mean is meant, as in add_weight(aggregation='mean'), or use mode=async"
+        )
+    if added := [change.variable.path for change in changes if change.dependence is Dependence.SUM]:
+        raise ConfigError(
+            f"model ({name}): every step adds to {added[0]} a sum over its batch, of which several synchronous "
             "workers would take the mean; say which you mean, as in add_weight(aggregation='sum'), or use mode=async"
         )
-
-    if dependence is Dependence.MEAN:
+    if not others:
         return ""
-    what, whats = ("gradient", "gradients") if isinstance(step, OwnStep) else ("loss", "losses")
+    paths = ", ".join(change.variable.path for change in others)
     return (
-        f"the {what} of a batch is not the mean over its examples: each step takes the mean of the {whats} of the "
-        "workers' batches, as DistributedDataParallel, Horovod and MirroredStrategy do"
+        f"{paths}: what a step adds is not the mean over the examples of its batch, and each step adds the mean of "
+        "what the workers' batches give, as BatchNormalization does; aggregation='mean' says that this is meant"
     )
 
 

@@ -1,4 +1,4 @@
-"""A tensor of all synchronous workers, for losses that compare an example with those of the other workers."""
+"""A tensor of all synchronous workers, for losses and state that take examples of all of them together."""
 
 import contextlib
 import threading
@@ -31,9 +31,9 @@ class Exchange(NamedTuple):
 def gather(tensor: Any) -> Any:
     """The tensors of all synchronous workers, one after the other in the order of the workers.
 
-    To be called in the loss or the `train_step` of a model, by all workers equally often. Gradients flow through it to
-    all workers. It returns the tensor itself where workers compute apart: with one worker, with mode="async" and
-    "sync_replicas", in evaluations, and in `keras.Model.fit`.
+    To be called in the loss, the layers or the `train_step` of a model, by all workers equally often. Gradients flow
+    through it to all workers. It returns the tensor itself where workers compute apart: with one worker, with
+    mode="async" and "sync_replicas", in evaluations, and in `keras.Model.fit`.
 
     Args:
         tensor: float [n, ...], with the n examples of this worker; integers up to 2^24 are exact.
@@ -84,6 +84,20 @@ def exchanging(exchange: Exchange | None) -> Iterator[None]:
         yield
     finally:
         _current.exchange = None
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[tf.Tensor]]:
+    """The block in which a step is traced as that of a single replica; the sums that `gather` takes."""
+    totals: list[tf.Tensor] = []
+
+    def add_up(tensor: tf.Tensor) -> tf.Tensor:
+        total = tf.identity(tensor)
+        totals.append(total)
+        return total
+
+    with exchanging(Exchange(add_up, tf.constant(0), 1, tf.ones([]), weighs_later=False)):
+        yield totals
 
 
 def num_calls() -> int:

@@ -123,15 +123,13 @@ class OwnStep(ModelStep):
         gradients = [] if apply else [gradient for update in scope.updates for gradient in weighted(update)]
         return StepOutput(gradients, [scope.state_mapping[id(v)] for v in self.state], sums, weight)
 
-    def parts(
-        self, leaves: list[tf.Tensor], training: bool, number: int = 0
-    ) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
-        """The gradients of a training batch, and what it adds to the state, as in `ModelStep`."""
+    def parts(self, leaves: list[tf.Tensor], training: bool, number: int = 0) -> list[tf.Tensor]:
+        """The gradients of a training batch."""
         trainable, state = self.values()
         scope = self._train_scope(trainable, state, tf.constant([0, number], tf.int64))
         with scope:
             self.model.train_step(_data(self.layout, leaves))
-        return [gradient for update in scope.updates for gradient in update.gradients], self.terms(scope, state)
+        return [gradient for update in scope.updates for gradient in update.gradients]
 
     def evaluate(
         self,

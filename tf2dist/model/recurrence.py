@@ -12,6 +12,7 @@ process took all steps one after the other:
 import functools
 import math
 import operator
+from collections.abc import Collection
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -63,12 +64,17 @@ def _decay(new: tf.Tensor, shares: dict[str, float]) -> float:
     return decay if math.isfinite(decay) and is_kept else 0.0
 
 
-def reached_from(*tensors: tf.Tensor) -> set[str]:
-    """The names of all tensors that depend on one of these, and their own."""
+def reached_from(*tensors: tf.Tensor, barriers: Collection[tf.Tensor] = ()) -> set[str]:
+    """The names of all tensors that depend on one of these, and their own.
+
+    Args:
+        barriers: beyond these nothing is followed. Those of other graphs may have the same names, and do not count.
+    """
+    closed = {tensor.name for tensor in barriers if tensor.graph is tensors[0].graph}
     reached, queue = {tensor.name for tensor in tensors}, list(tensors)
     while queue:
-        outputs = [output for consumer in queue.pop().consumers() for output in consumer.outputs]
-        queue += [output for output in outputs if output.name not in reached]
+        outputs = [one for one in _consumed(queue.pop()) if one.name not in reached and one.name not in closed]
+        queue += outputs
         reached.update(output.name for output in outputs)
     return reached
 
@@ -81,6 +87,16 @@ def origins_of(tensor: tf.Tensor) -> list[tf.Operation]:
         queue += new
         found.update({operation.name: operation for operation in new})
     return list(found.values())
+
+
+def _consumed(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """What operations make of a tensor."""
+    outputs = []
+    for consumer in tensor.consumers():
+        # Such an operation, as custom gradients have, gives each of its inputs at the same place.
+        each = consumer.type == "IdentityN"
+        outputs += [one for i, one in enumerate(consumer.outputs) if not each or consumer.inputs[i].name == tensor.name]
+    return outputs
 
 
 def _share(tensor: tf.Tensor, shares: dict[str, float]) -> float:

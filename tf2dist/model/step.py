@@ -235,10 +235,8 @@ class ModelStep:
             sums = tf.where(share > 0, sums, tf.zeros_like(sums))
         return StepOutput(gradients, new_state, sums, weight)
 
-    def parts(
-        self, leaves: list[tf.Tensor], training: bool, number: int = 0
-    ) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
-        """The loss of a batch and those that layers add, and what it adds to the state of `Trace.decays`, by id.
+    def parts(self, leaves: list[tf.Tensor], training: bool, number: int = 0) -> list[tf.Tensor]:
+        """The loss of a batch and those that layers add.
 
         Args:
             number: of the step whose random numbers are drawn.
@@ -247,20 +245,11 @@ class ModelStep:
         lookups = self.lookups.look_up(leaves, training)
         trainable, state = self.values(lookups.ids)
         with (
-            self._scope(trainable, state, self.metrics.zeros(), place) as scope,
+            self._scope(trainable, state, self.metrics.zeros(), place),
             self._reading(trainable, lookups.positions),
         ):
             loss = self._forward(leaves, training).loss
-            losses = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in (loss, *self.model.losses)]
-        return losses, self.terms(scope, state)
-
-    def terms(self, scope: CallScope, state: list[tf.Tensor]) -> dict[int, tf.Tensor]:
-        """What a call has added to the state of `Trace.decays`, by id."""
-        return {
-            id(v): tf.cast(scope.get_current_value(v), tf.float32) - decay * tf.cast(old, tf.float32)
-            for v, old in zip(self.state, state, strict=True)
-            if (decay := self.trace.decays.get(id(v))) is not None
-        }
+            return [tf.reduce_sum(tf.cast(one, tf.float32)) for one in (loss, *self.model.losses)]
 
     def evaluate(
         self,

@@ -115,7 +115,7 @@ class SyncReplicasRule(UpdateRule):
         check_unweighted(name, step, "mode=sync_replicas")
         check_aggregation(name, step, "mode=sync_replicas")
         check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")
-        return check_batches(name, step, splits)
+        return check_batches(name, step, splits, gathers=False)
 
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:
         # The optimizer of a ps gets the rows of each table apart.

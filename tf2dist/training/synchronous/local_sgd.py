@@ -36,6 +36,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_aggregation, check_unsynchronized
 from tf2dist.model.optimizer_checks import check_loss_scale
 from tf2dist.model.packing import Buckets
+from tf2dist.model.recurrence import reached_from
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.process.tf_internals import state_of
@@ -214,17 +215,27 @@ class LocalSgdStep(SyncStep):
     def _own_part(self, element: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
         """On the replica: the gradients of the mean loss of its batch, the new state, and the sums; see `_own`.
 
-        A batch of padding leaves the state as it is, and has gradients of 0.
+        A batch of padding leaves the state that depends on it as it is, and has gradients of 0.
         """
+        self._gathered: list[tf.Tensor] = []  # what `tf2dist.gather` adds up, the same on all workers
         output, _, state, share = self.computed(element)
         # The step multiplies a mean by the share of the batch, so that the parts of all workers add up. A loss that is
         # a sum grows by this to what it would be for the batches of all.
         gradients = [
             tf.math.divide_no_nan(gradient, tf.cast(output.weight, gradient.dtype)) for gradient in output.gradients
         ]
-        state = [tf.where(share > 0, new, old) for new, old in zip(output.state, state, strict=True)]
+        reached = reached_from(*tf.nest.flatten(element), barriers=self._gathered)
+        state = [
+            tf.where(share > 0, new, old) if new.name in reached else new
+            for new, old in zip(output.state, state, strict=True)
+        ]
         part, count, metrics = output.sums[:1], output.sums[1:2], output.sums[2:]
         return gradients, state, tf.concat([tf.math.divide_no_nan(part, output.weight) * count, count, metrics], 0)
+
+    def _added_up(self, tensor: tf.Tensor) -> tf.Tensor:
+        total = super()._added_up(tensor)
+        self._gathered.append(total)
+        return total
 
     def _average(self, length: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
         """Ends a round: gives all workers the mean of their variables; returns its sums, float64 [num_sums]."""

@@ -169,12 +169,16 @@ class SyncStep:
         if self._workers.num_replicas == 1:
             return None
         return Exchange(
-            add_up=lambda tensor: self.reduced([tensor])[0],
+            add_up=self._added_up,
             replica=tf.cast(replica, tf.int32),
             num_replicas=self._workers.num_replicas,
             share=share,
             weighs_later=isinstance(self.step, OwnStep),
         )
+
+    def _added_up(self, tensor: tf.Tensor) -> tf.Tensor:
+        """On a replica: the sum of what `tf2dist.gather` adds up."""
+        return self.reduced([tensor])[0]
 
     def reduced(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
         """On a replica: the sums over all of them, of the same shapes and types of floats."""
