@@ -114,7 +114,7 @@ def all_kinds(folder: Path, notes: list[Any]) -> list[keras.callbacks.Callback]:
         calls.ModelCheckpoint(str(folder / "{epoch}.keras"), monitor="val_loss", save_best_only=True),
         calls.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), save_weights_only=True),
         calls.LambdaCallback(on_epoch_end=lambda epoch, logs: notes.append((epoch, logs["loss"]))),
-        calls.TensorBoard(str(folder / "board")),
+        calls.TensorBoard(str(folder / "board"), update_freq="batch"),
         calls.TerminateOnNaN(),
         calls.EarlyStopping(patience=50),
     ]

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.saver import NoSaver
+from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.model.plan import EpochPlan
@@ -153,10 +154,12 @@ def config_of(batch_size: int) -> RunConfig:
     return config
 
 
-def drive(loop: Any, config: RunConfig, source: InMemorySource, hooks: RecordingHooks) -> None:
+def drive(
+    loop: Any, config: RunConfig, source: InMemorySource, hooks: RecordingHooks, saver: NoSaver | None = None
+) -> None:
     assert source.plan
     splits = source.load().evaluated
-    known = NoSaver(), NoReporter(), splits, lambda: None
+    known = saver or NoSaver(), NoReporter(), splits, lambda: None
     EpochDriver(config, None, loop, *known, source.plan, hooks).drive()  # type: ignore[arg-type]
 
 
@@ -237,6 +240,23 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     later = async_loop(config, 1, 2, source=source, start=saved)
     assert later.earlier_updates == 10
     later.train(saved.step)  # finishes the work of this loop
+
+
+class Keeping(NoSaver):
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
+        self.kept = freeze()()
+
+
+def test_no_epoch_begins_in_a_resumed_run_that_a_callback_had_ended(
+    tmp_path: Path, async_loop: Any, publishing: Any
+) -> None:
+    source, config, saver = trained_before(tmp_path), config_of(BATCH), Keeping()
+    publishing(source.load())
+    hooks = RecordingHooks({("epoch", 0): Change(stop=True)})
+    drive(async_loop(config, 1, 1, source=source), config, source, hooks, saver)
+    again = RecordingHooks()
+    drive(async_loop(config, 1, 1, source=source, start=saver.kept), config, source, again)
+    assert [call[:3] for call in again.calls] == [("begin", EPOCHS, 10), ("end", 1, 10)]
 
 
 @pytest.mark.slow

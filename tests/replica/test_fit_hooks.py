@@ -1,5 +1,6 @@
 """The messages between a leader and the callbacks of `fit`, in one process; `e2e/test_fit.py` has real runs."""
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import FitError, TrainingError
-from tf2dist.fitting import shipping
+from tf2dist.fitting import callbacks, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
@@ -195,6 +196,50 @@ def test_a_model_with_other_variables_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingError, match="the tasks have model/other/kernel, and the model in this process has not"):
         Leader(tmp_path, []).run(script)
+
+
+class Order(keras.callbacks.CSVLogger):  # type: ignore[misc]
+    """Notes every hook; one of Keras's own kind, for which the cluster does not pause."""
+
+    def __init__(self) -> None:
+        keras.callbacks.Callback.__init__(self)
+        self.called: list[str] = []
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith("on_") and "_test_batch" not in name and "predict" not in name:
+                setattr(self, name, functools.partial(self.note, name))
+
+    def note(self, name: str, *_: Any, **__: Any) -> None:
+        self.called.append(name)
+
+
+@pytest.mark.parametrize("update_freq", ["batch", 2, "epoch"])
+def test_hooks_are_called_in_the_order_of_keras(
+    update_freq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress is also told before the first step, and again after an epoch, its validation and the whole run."""
+    monkeypatch.setattr(callbacks, "READ_ONLY", (*callbacks.READ_ONLY, Order))
+    ours, theirs = Order(), Order()
+
+    def script(leader: Leader) -> None:
+        def progress(step: int) -> None:
+            leader.conversation.hear(ProgressMessage("chief-0", step, 4, {"loss": 1.0}))
+
+        progress(0)
+        leader.call("begin", 0, 0)
+        progress(0)
+        for epoch in range(2):
+            for step in (2 * epoch + 1, 2 * epoch + 2):
+                progress(step)
+            leader.call("epoch", epoch, 2 * epoch + 2, loss=1.0, val_loss=1.0)
+            progress(2 * epoch + 2)
+        leader.call("end", 2, 4)
+        progress(4)
+
+    leader = Leader(tmp_path, [ours, keras.callbacks.TensorBoard(str(tmp_path), update_freq=update_freq)])
+    leader.run(script)
+    data = np.zeros((4, 2)), np.zeros((4, 1))
+    leader.model.fit(*data, 2, epochs=2, callbacks=[theirs], validation_data=data, verbose=0)
+    assert ours.called == theirs.called
 
 
 def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Callbacks:
         # run whose tasks all start again begins from it.
         self._at_begin: NamedArrays | None = None
         self._epoch = plan.initial_epoch
+        self._step = 0  # the global step after which hooks were called last
         self._logs: dict[str, Any] = {}
 
     @property
@@ -86,10 +87,11 @@ class Callbacks:
         """Calls the hooks before the first step; called again whenever all tasks were started again.
 
         Args:
-            epoch: the first to run, counted from 0.
+            epoch: the first to run, counted from 0; that at which the plan ends if there is none.
             state: of the callbacks, from the checkpoint from which the run continues; empty without one.
         """
         self._mirror.put(arrays, learning_rates, step)
+        self._step = step
         if step == 0:
             self._mirror.restore_outside()
         if self._at_begin is None:
@@ -111,7 +113,7 @@ class Callbacks:
     ) -> Change:
         """Calls the hooks after an epoch and its validation, and those that begin the next epoch, if there is one."""
         self._mirror.put(arrays, learning_rates, step)
-        self._epoch, self._logs = epoch, dict(logs)
+        self._epoch, self._step, self._logs = epoch, step, dict(logs)
         # Keras gives the hooks of a validation its metrics without the prefix, as it does for `evaluate`.
         validation = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
         if validation:
@@ -139,8 +141,15 @@ class Callbacks:
         self.call_batch_hooks(step, logs)
         return self._change(self.wants_to_stop)
 
+    def on_progress(self, step: int, logs: Logs) -> None:
+        """Calls the batch hooks if a step was taken since any hooks were called, and the training has not ended."""
+        # Progress is also told before the first step, and again after the hooks of an epoch and of the whole training.
+        if step > self._step and self._at_begin is not None and not self.is_over:
+            self.call_batch_hooks(step, logs)
+
     def call_batch_hooks(self, step: int, logs: Logs) -> None:
         """Calls the hooks before and after a batch; `batch` is the global step."""
+        self._step = step
         # Both hooks come together: this process learns of a step only after it was taken.
         self._list.on_train_batch_begin(step)
         self._list.on_train_batch_end(step, dict(logs))

@@ -206,7 +206,7 @@ class Conversation(Generic[T]):
             if not self._is_pause_requested:
                 self._request_pause()
         elif callbacks.has_batch_hooks:
-            callbacks.call_batch_hooks(progress.step, progress.metrics)
+            callbacks.on_progress(progress.step, progress.metrics)
 
     def _request_pause(self) -> None:
         self._is_pause_requested = True

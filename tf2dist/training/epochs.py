@@ -192,13 +192,14 @@ class EpochDriver:
             Interrupted: a task was asked to stop meanwhile; the run is saved.
         """
         loop, step = self._loop, self._loop.progress.global_step
+        # A resumed run that a callback had ended has no epoch any more that could begin.
+        is_over = kind == "begin" and self._state.has_stopped
+        epoch = self._plan.epochs if is_over else self._state.position.epoch
 
         def arrays() -> NamedArrays:
             return loop.arrays() | loop.random_states()
 
-        self._hooks.post(
-            kind, self._state.position.epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks
-        )
+        self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
         change = self._answer()
         if change.is_interrupted:
             self._stop_if(PauseRequest.STOP)
