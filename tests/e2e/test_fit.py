@@ -33,7 +33,7 @@ def regression() -> keras.Model:
 
 def exploding() -> keras.Model:
     model = regression()
-    model.compile(keras.optimizers.SGD(1e20), "mse")
+    model.compile(keras.optimizers.SGD(1e20), "mse", metrics=["mae", "accuracy"])
     return model
 
 
@@ -246,10 +246,15 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
         keras.callbacks.TerminateOnNaN(),
         keras.callbacks.LambdaCallback(on_train_end=lambda logs: ended.append(logs)),
     ]
-    result = on_one_worker(exploding, tmp_path / "callback", epochs=3, callbacks=callbacks)
+    more = {"epochs": 3, "validation_data": (X, Y)}
+    result = on_one_worker(exploding, tmp_path / "callback", callbacks=callbacks, **more)
     assert result.model.stop_training
     assert len(ended) == 1
-    assert not np.isfinite(result.history["loss"][-1])
+    _, history = keras_fit(exploding, callbacks=[keras.callbacks.TerminateOnNaN()], **more)
+    assert result.history.keys() == history.keys()
+    assert [len(values) for values in result.history.values()] == [1] * len(history)
+    assert not np.isfinite([result.history[name] for name in ("loss", "mae", "val_loss", "val_mae")]).any()
+    assert np.isfinite(result.history["accuracy"]).all()
 
 
 def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tf2dist.checkpoint.saver import NoSaver
 from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.errors import NotFiniteError
 from tf2dist.model.plan import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.epochs import EpochDriver
@@ -240,6 +241,24 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     later = async_loop(config, 1, 2, source=source, start=saved)
     assert later.earlier_updates == 10
     later.train(saved.step)  # finishes the work of this loop
+
+
+def test_callbacks_are_told_the_metrics_of_a_loss_that_is_not_finite(publishing: Any, async_loop: Any) -> None:
+    def exploding() -> keras.Model:
+        model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e30), "mse", metrics=["mae", "accuracy"])
+        return model
+
+    source = InMemorySource(exploding, examples(table), EpochPlan(epochs=2, shuffle=False))
+    config, hooks = config_of(BATCH), RecordingHooks()
+    publishing(source.load())
+    with pytest.raises(NotFiniteError):
+        drive(async_loop(config, 1, 1, source=source), config, source, hooks)
+    kind, epoch, _, logs = hooks.calls[-1]
+    assert (kind, epoch) == ("not finite", 0)
+    assert logs.keys() == {f"{part}{name}" for part in ("", "val_") for name in ("loss", "mae", "accuracy")}
+    assert np.isfinite(logs["accuracy"])
+    assert not np.isfinite([logs["loss"], logs["mae"], logs["val_loss"]]).any()
 
 
 class Keeping(NoSaver):

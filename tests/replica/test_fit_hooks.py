@@ -242,6 +242,25 @@ def test_hooks_are_called_in_the_order_of_keras(
     assert ours.called == theirs.called
 
 
+def test_the_history_has_all_metrics_of_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    def script(leader: Leader) -> None:
+        leader.call("begin", 0, 0)
+        logs = {"loss": float("inf"), "accuracy": 0.25, "val_loss": float("nan")}
+        leader.hooks.post("not finite", 0, 3, logs, (), dict, {})
+
+    order = Order()
+    leader = Leader(tmp_path, [order, keras.callbacks.TerminateOnNaN()])
+    leader.run(script)
+    leader.callbacks.end_not_finite(3)
+    assert leader.model.stop_training
+    assert leader.callbacks.history.history.keys() == {"loss", "accuracy", "val_loss"}
+    assert leader.callbacks.history.history["accuracy"] == [0.25]
+    hooks = ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"]
+    assert order.called == [*hooks, "on_train_end"]
+    leader.callbacks.end_not_finite(3)
+    assert order.called == [*hooks, "on_train_end"], "nothing may follow the end"
+
+
 def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     seen: list[int] = []
 

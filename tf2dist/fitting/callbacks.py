@@ -1,5 +1,6 @@
 """The callbacks of `fit`: called in the caller's thread when the leader asks for it, on a mirror of its model."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,6 +65,7 @@ class Callbacks:
         self._epoch = plan.initial_epoch
         self._step = 0  # the global step after which hooks were called last
         self._logs: dict[str, Any] = {}
+        self._not_finite: dict[str, Any] = {"loss": math.nan}
 
     @property
     def wants_to_stop(self) -> bool:
@@ -154,13 +156,19 @@ class Callbacks:
         self._list.on_train_batch_begin(step)
         self._list.on_train_batch_end(step, dict(logs))
 
+    def note_not_finite(self, logs: Logs) -> None:
+        """Takes the metrics of the epoch in which the cluster has stopped with such a loss."""
+        self._not_finite = dict(logs)
+
     def end_not_finite(self, step: int) -> None:
         """Ends the training as Keras does with `TerminateOnNaN`, after the cluster has stopped with such a loss."""
-        # The cluster ends with an error that has no logs; NaN makes `TerminateOnNaN` set `stop_training`.
-        logs = {"loss": float("nan")}
-        self.call_batch_hooks(step, logs)
-        self._list.on_epoch_end(self._epoch, logs)
-        self._logs = logs
+        if self.is_over:
+            return
+        # NaN makes `TerminateOnNaN` set `stop_training`, also if the loss of a validation was the one.
+        of_training = {name: value for name, value in self._not_finite.items() if not name.startswith("val_")}
+        self.call_batch_hooks(step, {**of_training, "loss": math.nan})
+        self._logs = self._not_finite
+        self._list.on_epoch_end(self._epoch, self._logs)
         self.end()
 
     def after_last_step(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> Change:

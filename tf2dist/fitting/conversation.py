@@ -167,6 +167,9 @@ class Conversation(Generic[T]):
                 change = callbacks.begin(call.epoch, *put, state)
             case "epoch":
                 change = callbacks.after_epoch(call.epoch, logs, *put)
+            case "not finite":
+                callbacks.note_not_finite(logs)
+                return
             case "pause":
                 change = callbacks.pause(self._metrics, *put)
             case _:

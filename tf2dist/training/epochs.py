@@ -11,7 +11,7 @@ from tf2dist.checkpoint.saver import NoSaver
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import Interrupted
+from tf2dist.errors import Interrupted, NotFiniteError
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process import heartbeat
@@ -112,7 +112,15 @@ class EpochDriver:
 
         Raises:
             Interrupted: a task was asked to stop; the run is saved.
+            NotFiniteError: the loss is not finite; the callbacks are told the metrics.
         """
+        try:
+            self._drive()
+        except NotFiniteError:
+            self._tell_not_finite()
+            raise
+
+    def _drive(self) -> None:
         loop, target = self._loop, self._loop.target_step
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
         self._apply(Change(learning_rates=self._state.learning_rates))
@@ -171,6 +179,15 @@ class EpochDriver:
         if loop.sharding.ends_with_data:
             loop.begin_epoch()
         return has_ended
+
+    def _tell_not_finite(self) -> None:
+        """Tells the callbacks the metrics of the epoch, without waiting: this task ends with an error."""
+        progress, epoch = self._loop.progress, self._state.position.epoch
+        logs = self._loop.metrics.results(progress.metrics - self._state.before)
+        if self._plan.validates(epoch) and "validation" in self._splits:
+            names = self._validation.metrics if self._validation else logs
+            logs |= {f"val_{name}": math.nan for name in names}
+        self._hooks.post("not finite", epoch, progress.global_step, logs, (), dict, {})
 
     def _tell_unread(self) -> None:
         """Tells once that the end of one worker's data has left batches of others out."""
