@@ -270,7 +270,9 @@ def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_pat
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_hooks_of_batches_change_the_run_at_one_step(mode: Any, tmp_path: Path) -> None:
+def test_hooks_of_batches_change_the_run_at_one_step(
+    mode: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[int, float]] = []
 
     class Stop(keras.callbacks.Callback):
@@ -288,6 +290,16 @@ def test_hooks_of_batches_change_the_run_at_one_step(mode: Any, tmp_path: Path) 
     assert sums[1] == sums[2] == sums[3], "from the second call on nothing is learned"
     assert len(result.history["loss"]) < 100_000
     assert result.summary["global_step"] < 1_000_000
+    assert capfd.readouterr().err.count("warning: callbacks: Stop has hooks of batches, ") == 1
+
+
+def test_a_setting_of_the_optimizer_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
+    class Set(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.beta_1 = 0.5
+
+    with pytest.raises(tf2dist.ConfigError, match=r"callbacks: Adam.beta_1 was 0\.9 and is 0\.5 now"):
+        on_one_worker(regression, tmp_path / "run", callbacks=[Set()])
 
 
 @pytest.mark.parametrize(("mode", "workers"), [("async", 1), ("sync", 2)])

@@ -1,5 +1,6 @@
 """The messages between a leader and the callbacks of `fit`, in one process; `e2e/test_fit.py` has real runs."""
 
+import copy
 import functools
 import queue
 import threading
@@ -21,7 +22,7 @@ from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLauncher
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.inbox import Inbox
-from tf2dist.process.tf_internals import fresh_names, seeds_of
+from tf2dist.process.tf_internals import fresh_names, inner_optimizers, learning_rate_of, seeds_of
 from tf2dist.training.hooks import Change, LauncherHooks
 
 
@@ -287,6 +288,26 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     assert (sent.get(), sent.get()) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("callback", "is_told"),
+    [
+        (Zeroing(), False),
+        (keras.callbacks.TerminateOnNaN(), False),
+        (keras.callbacks.TensorBoard("board"), False),
+        (keras.callbacks.TensorBoard("board", update_freq=10), True),
+        (keras.callbacks.ModelCheckpoint("{epoch}.keras"), False),
+        (keras.callbacks.ModelCheckpoint("{epoch}.keras", save_freq=10), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_begin=print), True),
+        (keras.callbacks.LambdaCallback(on_epoch_end=print), False),
+    ],
+)
+def test_hooks_that_want_every_batch_are_told_of(callback: Any, is_told: bool, tmp_path: Path) -> None:
+    """A learning rate that they set takes effect only from one of their calls to the next."""
+    text = Leader(tmp_path, [callback]).callbacks.advice()
+    name = type(callback).__name__
+    assert text.startswith(f"callbacks: {name} has hooks of batches, ") if is_told else text == ""
+
+
 def test_an_error_of_the_run_reaches_the_caller(tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         assert threading.current_thread() is not threading.main_thread()
@@ -326,6 +347,53 @@ def test_a_change_of_what_a_schedule_reads_is_refused() -> None:
     assert mirror.changes() == ({}, ())
     rate.assign(0.25)
     with pytest.raises(FitError, match=r"callbacks: rate was changed, which the schedule of the learning rate reads"):
+        mirror.changes()
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+SETTINGS: dict[str, tuple[Callable[[], Any], str, Any]] = {
+    "momentum": (lambda: keras.optimizers.SGD(0.5, momentum=0.9), "momentum", 0.5),
+    "nesterov": (lambda: keras.optimizers.SGD(0.5, momentum=0.9), "nesterov", True),
+    "beta": (keras.optimizers.Adam, "beta_1", 0.5),
+    "rho": (keras.optimizers.RMSprop, "rho", 0.5),
+    "epsilon": (keras.optimizers.Adagrad, "epsilon", 0.5),
+    "weight decay": (keras.optimizers.AdamW, "weight_decay", None),
+    "clipping": (keras.optimizers.SGD, "clipnorm", 1.0),
+    "moving averages": (keras.optimizers.SGD, "use_ema", True),
+    "a variable": (lambda: keras.optimizers.SGD(momentum=0.9), "momentum", keras.Variable(0.9)),
+    "a schedule": (keras.optimizers.SGD, "learning_rate", SCHEDULE),
+    "another schedule": (lambda: keras.optimizers.SGD(SCHEDULE), "learning_rate", copy.copy(SCHEDULE)),
+    "an inner one": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "beta_2", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_change_of_a_setting_of_the_optimizer_is_refused(name: str) -> None:
+    """`keras.Model.fit` takes those that are set before its first step is traced, and ignores all later ones."""
+    make, setting, value = SETTINGS[name]
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(make(), "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.5,), 10)
+    changed = inner_optimizers(model.optimizer)[0]
+    if not callable(learning_rate_of(changed)):
+        changed.learning_rate = 0.25  # a variable
+    changed.counted_by_a_callback = 1
+    assert mirror.changes()[0] == {}
+    setattr(changed, setting, value)
+    with pytest.raises(FitError, match=rf"callbacks: \w+\.{setting} was .* and is .* now.*; set it before fit"):
+        mirror.changes()
+
+
+def test_another_optimizer_is_refused() -> None:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.01,), 10)
+    model.compile("adam", "mse")
+    with pytest.raises(
+        FitError, match=r"callbacks: model.optimizer was an SGD and is an Adam now.*; set it before fit"
+    ):
         mirror.changes()
 
 

@@ -79,6 +79,18 @@ class Callbacks:
         noted = [callback for callback in user_callbacks if getattr(callback, "stopped_epoch", 0)] or user_callbacks
         return type(noted[0]).__name__ if len(noted) == 1 else "a callback"
 
+    def advice(self) -> str:
+        """A line on batch hooks that are not called for every step, as they are in Keras; empty if there is none."""
+        names = dict.fromkeys(type(callback).__name__ for callback in self._list.callbacks if _wants_batches(callback))
+        if not names:
+            return ""
+        has = "has" if len(names) == 1 else "have"
+        return (
+            f"callbacks: {', '.join(names)} {has} hooks of batches, which are called at most about ten times a second "
+            "and not for every step; for a learning rate that follows the steps give the optimizer a schedule "
+            "(keras.optimizers.schedules)"
+        )
+
     @property
     def model(self) -> keras.Model:
         return self._mirror.model
@@ -202,6 +214,13 @@ def _has_batch_hook(callback: keras.callbacks.Callback) -> bool:
         name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name)
         for name in BATCH_HOOKS
     )
+
+
+def _wants_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether what a callback does depends on how often its batch hooks are called."""
+    if type(callback) is keras.callbacks.TensorBoard:
+        return bool(callback.update_freq != "epoch")
+    return _has_batch_hook(callback) and not _is_read_only(callback)
 
 
 def _is_read_only(callback: keras.callbacks.Callback) -> bool:

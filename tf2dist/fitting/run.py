@@ -102,6 +102,8 @@ class Run:
         mirror_of_own = Mirror(model, copy, self.splits.layout)
         refusals.check_memory(name_of(self.model), [*model.variables, *mirror_of_own.optimizer.variables])
         callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
+        if advice := callbacks.advice():
+            self.console.warn(advice)
         conversation = self._conversation(job, callbacks)
         try:
             folder, summary = self._run_tasks(conversation)
