@@ -389,7 +389,7 @@ class LoopBase(abc.ABC):
         for optimizer, _ in self._optimizers() if change.learning_rates else []:
             set_learning_rates(optimizer, change.learning_rates)
 
-    def _not_finite(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
+    def not_finite(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
         """The error of a loss; `progress` then has the metrics of all steps until then."""
         self.progress = replace(self.progress, metrics=metrics)
         return NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
