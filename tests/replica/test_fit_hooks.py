@@ -262,6 +262,14 @@ def test_the_history_has_all_metrics_of_a_loss_that_is_not_finite(tmp_path: Path
     assert order.called == [*hooks, "on_train_end"], "nothing may follow the end"
 
 
+def test_the_history_has_all_metrics_if_the_leader_could_not_tell_them(tmp_path: Path) -> None:
+    leader = Leader(tmp_path, [keras.callbacks.TerminateOnNaN()])
+    leader.run(lambda leader: (leader.call("begin", 0, 0), leader.call("epoch", 0, 10, loss=1.0, val_mae=2.0)))
+    leader.callbacks.end_not_finite(13)
+    assert leader.callbacks.history.history.keys() == {"loss", "val_mae"}
+    assert np.isnan(leader.callbacks.history.history["val_mae"]).tolist() == [False, True]
+
+
 def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     seen: list[int] = []
 

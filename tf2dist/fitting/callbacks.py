@@ -10,6 +10,7 @@ from tf2dist.errors import FitError
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.refusals import is_own_hook
 from tf2dist.fitting.state import changes_since, restore, state_of
+from tf2dist.model.own_step import has_own_step
 from tf2dist.model.plan import EpochPlan
 from tf2dist.training.hooks import Change, NamedArrays
 
@@ -65,7 +66,7 @@ class Callbacks:
         self._epoch = plan.initial_epoch
         self._step = 0  # the global step after which hooks were called last
         self._logs: dict[str, Any] = {}
-        self._not_finite: dict[str, Any] = {"loss": math.nan}
+        self._not_finite: dict[str, Any] = {}
 
     @property
     def wants_to_stop(self) -> bool:
@@ -176,10 +177,13 @@ class Callbacks:
         """Ends the training as Keras does with `TerminateOnNaN`, after the cluster has stopped with such a loss."""
         if self.is_over:
             return
+        # With mode=sync the leader may have been ended by the error of another worker, before it could tell.
+        names = self._logs or ({} if has_own_step(self.model) else self.model.get_metrics_result())
+        logs = self._not_finite or dict.fromkeys(["loss", *names], math.nan)
         # NaN makes `TerminateOnNaN` set `stop_training`, also if the loss of a validation was the one.
-        of_training = {name: value for name, value in self._not_finite.items() if not name.startswith("val_")}
+        of_training = {name: value for name, value in logs.items() if not name.startswith("val_")}
         self.call_batch_hooks(step, {**of_training, "loss": math.nan})
-        self._logs = self._not_finite
+        self._logs = logs
         self._list.on_epoch_end(self._epoch, self._logs)
         self.end()
 
