@@ -107,7 +107,7 @@ class HookCall:
     """The leader's call of what a caller of `fit` has given to be called; it waits for a `HookAnswer` of the number.
 
     Attributes:
-        kind: "begin", "epoch", "pause" or "end", see `training.hooks`.
+        kind: "begin", "epoch", "pause", "end" or "not finite", see `training.hooks`.
         epoch: the number of the epoch, from 0.
         arrays: the file with the variables by name; "" for none.
         state: the file with the state of the callbacks; "" for none.

@@ -141,8 +141,10 @@ class OurRun:
         self.summary = json.loads((run_dir / "summary.json").read_text())
 
     def rate(self, warmup_steps: int) -> float:
-        """Steps per second from the first record at or after `warmup_steps` to the last."""
-        timed = [(r["time"], r["step"]) for r in self.records if "loss" in r and r["step"] >= warmup_steps]
+        """Steps per second of training from the first record at or after `warmup_steps` to the last."""
+        timed = [
+            (r["training_secs"], r["step"]) for r in self.records if "steps_per_sec" in r and r["step"] >= warmup_steps
+        ]
         if len(timed) < 2:
             raise ContenderError(f"{self.summary['target_step']} steps are too few: one look after the warm-up")
         (first_time, first_step), (last_time, last_step) = timed[0], timed[-1]

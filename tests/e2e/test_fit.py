@@ -33,7 +33,7 @@ def regression() -> keras.Model:
 
 def exploding() -> keras.Model:
     model = regression()
-    model.compile(keras.optimizers.SGD(1e20), "mse")
+    model.compile(keras.optimizers.SGD(1e20), "mse", metrics=["mae", "accuracy"])
     return model
 
 
@@ -114,7 +114,7 @@ def all_kinds(folder: Path, notes: list[Any]) -> list[keras.callbacks.Callback]:
         calls.ModelCheckpoint(str(folder / "{epoch}.keras"), monitor="val_loss", save_best_only=True),
         calls.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), save_weights_only=True),
         calls.LambdaCallback(on_epoch_end=lambda epoch, logs: notes.append((epoch, logs["loss"]))),
-        calls.TensorBoard(str(folder / "board")),
+        calls.TensorBoard(str(folder / "board"), update_freq="batch"),
         calls.TerminateOnNaN(),
         calls.EarlyStopping(patience=50),
     ]
@@ -246,10 +246,15 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
         keras.callbacks.TerminateOnNaN(),
         keras.callbacks.LambdaCallback(on_train_end=lambda logs: ended.append(logs)),
     ]
-    result = on_one_worker(exploding, tmp_path / "callback", epochs=3, callbacks=callbacks)
+    more = {"epochs": 3, "validation_data": (X, Y)}
+    result = on_one_worker(exploding, tmp_path / "callback", callbacks=callbacks, **more)
     assert result.model.stop_training
     assert len(ended) == 1
-    assert not np.isfinite(result.history["loss"][-1])
+    _, history = keras_fit(exploding, callbacks=[keras.callbacks.TerminateOnNaN()], **more)
+    assert result.history.keys() == history.keys()
+    assert [len(values) for values in result.history.values()] == [1] * len(history)
+    assert not np.isfinite([result.history[name] for name in ("loss", "mae", "val_loss", "val_mae")]).any()
+    assert np.isfinite(result.history["accuracy"]).all()
 
 
 def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_path: Path) -> None:
@@ -265,7 +270,9 @@ def test_an_error_of_a_task_is_an_exception_with_the_text_of_the_command(tmp_pat
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_hooks_of_batches_change_the_run_at_one_step(mode: Any, tmp_path: Path) -> None:
+def test_hooks_of_batches_change_the_run_at_one_step(
+    mode: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[int, float]] = []
 
     class Stop(keras.callbacks.Callback):
@@ -283,6 +290,16 @@ def test_hooks_of_batches_change_the_run_at_one_step(mode: Any, tmp_path: Path) 
     assert sums[1] == sums[2] == sums[3], "from the second call on nothing is learned"
     assert len(result.history["loss"]) < 100_000
     assert result.summary["global_step"] < 1_000_000
+    assert capfd.readouterr().err.count("warning: callbacks: Stop has hooks of batches, ") == 1
+
+
+def test_a_setting_of_the_optimizer_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
+    class Set(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.beta_1 = 0.5
+
+    with pytest.raises(tf2dist.ConfigError, match=r"callbacks: Adam.beta_1 was 0\.9 and is 0\.5 now"):
+        on_one_worker(regression, tmp_path / "run", callbacks=[Set()])
 
 
 @pytest.mark.parametrize(("mode", "workers"), [("async", 1), ("sync", 2)])

@@ -96,7 +96,8 @@ for verbose in (0, 1, 2):
     silent, progress, lines = map(json.loads, out.splitlines())
     assert silent == [[], []]
     assert progress[0] == []
-    assert progress[1][:2] == ["fit: starting 2 workers and 1 ps", "starting TensorFlow"]
+    first = ["fit: starting 2 workers and 1 ps", "a step is one worker's batch of 20 examples", "starting TensorFlow"]
+    assert progress[1][:3] == first
     epochs = [line.partition(":")[0] for line in progress[1][:-3] if "val" in line]
     assert epochs == ["epoch 1/4", "epoch 2/4"], "each is told once"
     assert "EarlyStopping ended the run in epoch 2 of 4" in progress[1]

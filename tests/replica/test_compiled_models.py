@@ -17,6 +17,8 @@ from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
+from tf2dist.model.evaluate import chunk_size
+from tf2dist.model.plan import EpochPlan
 from tf2dist.model.source import MakeOptimizer, build_step, plain_model
 from tf2dist.model.step import ModelStep, StepOutput
 
@@ -356,8 +358,19 @@ def squared_sum(y: Any, y_pred: Any) -> Any:
     return keras.ops.sum(keras.ops.square(y_pred))
 
 
+class SumsInTraining(keras.Model):  # type: ignore[misc]
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+        return (squared_sum if training else mean_of_all)(y, y_pred)
+
+
+def sums_in_training() -> keras.Model:
+    images = keras.Input((28, 28, 1))
+    return compiled(SumsInTraining(images, dense()(images)), mean_of_all)
+
+
 SCALARS = {
     "a mean": ("", lambda: compiled(dense(), mean_of_all)),
+    "an own sum in training alone": (IS_SUM, sums_in_training),
     "a sum": (IS_SUM, lambda: compiled(dense(), squared_sum)),
     "dice": (NOTED, lambda: compiled(dense(1), keras.losses.Dice(axis=None))),
 }
@@ -441,6 +454,13 @@ def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_an_own_loss_is_evaluated_in_the_batches_of_keras() -> None:
+    """It need not be a mean over the examples."""
+    step, _ = built(own_loss)
+    assert chunk_size(32, step, EpochPlan()) == 32
+    assert chunk_size(32, built(lambda: compiled(dense(), CROSSENTROPY()))[0], EpochPlan()) > 32
 
 
 def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer() -> None:

@@ -13,8 +13,10 @@ import tensorflow as tf
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.saver import NoSaver
+from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.errors import NotFiniteError
 from tf2dist.model.plan import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.epochs import EpochDriver
@@ -153,10 +155,12 @@ def config_of(batch_size: int) -> RunConfig:
     return config
 
 
-def drive(loop: Any, config: RunConfig, source: InMemorySource, hooks: RecordingHooks) -> None:
+def drive(
+    loop: Any, config: RunConfig, source: InMemorySource, hooks: RecordingHooks, saver: NoSaver | None = None
+) -> None:
     assert source.plan
     splits = source.load().evaluated
-    known = NoSaver(), NoReporter(), splits, lambda: None
+    known = saver or NoSaver(), NoReporter(), splits, lambda: None
     EpochDriver(config, None, loop, *known, source.plan, hooks).drive()  # type: ignore[arg-type]
 
 
@@ -237,6 +241,41 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     later = async_loop(config, 1, 2, source=source, start=saved)
     assert later.earlier_updates == 10
     later.train(saved.step)  # finishes the work of this loop
+
+
+def test_callbacks_are_told_the_metrics_of_a_loss_that_is_not_finite(publishing: Any, async_loop: Any) -> None:
+    def exploding() -> keras.Model:
+        model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e30), "mse", metrics=["mae", "accuracy"])
+        return model
+
+    source = InMemorySource(exploding, examples(table), EpochPlan(epochs=2, shuffle=False))
+    config, hooks = config_of(BATCH), RecordingHooks()
+    publishing(source.load())
+    with pytest.raises(NotFiniteError):
+        drive(async_loop(config, 1, 1, source=source), config, source, hooks)
+    kind, epoch, _, logs = hooks.calls[-1]
+    assert (kind, epoch) == ("not finite", 0)
+    assert logs.keys() == {f"{part}{name}" for part in ("", "val_") for name in ("loss", "mae", "accuracy")}
+    assert np.isfinite(logs["accuracy"])
+    assert not np.isfinite([logs["loss"], logs["mae"], logs["val_loss"]]).any()
+
+
+class Keeping(NoSaver):
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
+        self.kept = freeze()()
+
+
+def test_no_epoch_begins_in_a_resumed_run_that_a_callback_had_ended(
+    tmp_path: Path, async_loop: Any, publishing: Any
+) -> None:
+    source, config, saver = trained_before(tmp_path), config_of(BATCH), Keeping()
+    publishing(source.load())
+    hooks = RecordingHooks({("epoch", 0): Change(stop=True)})
+    drive(async_loop(config, 1, 1, source=source), config, source, hooks, saver)
+    again = RecordingHooks()
+    drive(async_loop(config, 1, 1, source=source, start=saver.kept), config, source, again)
+    assert [call[:3] for call in again.calls] == [("begin", EPOCHS, 10), ("end", 1, 10)]
 
 
 @pytest.mark.slow

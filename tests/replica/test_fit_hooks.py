@@ -1,5 +1,7 @@
 """The messages between a leader and the callbacks of `fit`, in one process; `e2e/test_fit.py` has real runs."""
 
+import copy
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pytest
 
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import FitError, TrainingError
-from tf2dist.fitting import shipping
+from tf2dist.fitting import callbacks, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
@@ -20,7 +22,7 @@ from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLauncher
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process.inbox import Inbox
-from tf2dist.process.tf_internals import fresh_names, seeds_of
+from tf2dist.process.tf_internals import fresh_names, inner_optimizers, learning_rate_of, seeds_of
 from tf2dist.training.hooks import Change, LauncherHooks
 
 
@@ -197,6 +199,77 @@ def test_a_model_with_other_variables_is_refused(tmp_path: Path) -> None:
         Leader(tmp_path, []).run(script)
 
 
+class Order(keras.callbacks.CSVLogger):  # type: ignore[misc]
+    """Notes every hook; one of Keras's own kind, for which the cluster does not pause."""
+
+    def __init__(self) -> None:
+        keras.callbacks.Callback.__init__(self)
+        self.called: list[str] = []
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith("on_") and "_test_batch" not in name and "predict" not in name:
+                setattr(self, name, functools.partial(self.note, name))
+
+    def note(self, name: str, *_: Any, **__: Any) -> None:
+        self.called.append(name)
+
+
+@pytest.mark.parametrize("update_freq", ["batch", 2, "epoch"])
+def test_hooks_are_called_in_the_order_of_keras(
+    update_freq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress is also told before the first step, and again after an epoch, its validation and the whole run."""
+    monkeypatch.setattr(callbacks, "READ_ONLY", (*callbacks.READ_ONLY, Order))
+    ours, theirs = Order(), Order()
+
+    def script(leader: Leader) -> None:
+        def progress(step: int) -> None:
+            leader.conversation.hear(ProgressMessage("chief-0", step, 4, {"loss": 1.0}))
+
+        progress(0)
+        leader.call("begin", 0, 0)
+        progress(0)
+        for epoch in range(2):
+            for step in (2 * epoch + 1, 2 * epoch + 2):
+                progress(step)
+            leader.call("epoch", epoch, 2 * epoch + 2, loss=1.0, val_loss=1.0)
+            progress(2 * epoch + 2)
+        leader.call("end", 2, 4)
+        progress(4)
+
+    leader = Leader(tmp_path, [ours, keras.callbacks.TensorBoard(str(tmp_path), update_freq=update_freq)])
+    leader.run(script)
+    data = np.zeros((4, 2)), np.zeros((4, 1))
+    leader.model.fit(*data, 2, epochs=2, callbacks=[theirs], validation_data=data, verbose=0)
+    assert ours.called == theirs.called
+
+
+def test_the_history_has_all_metrics_of_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    def script(leader: Leader) -> None:
+        leader.call("begin", 0, 0)
+        logs = {"loss": float("inf"), "accuracy": 0.25, "val_loss": float("nan")}
+        leader.hooks.post("not finite", 0, 3, logs, (), dict, {})
+
+    order = Order()
+    leader = Leader(tmp_path, [order, keras.callbacks.TerminateOnNaN()])
+    leader.run(script)
+    leader.callbacks.end_not_finite(3)
+    assert leader.model.stop_training
+    assert leader.callbacks.history.history.keys() == {"loss", "accuracy", "val_loss"}
+    assert leader.callbacks.history.history["accuracy"] == [0.25]
+    hooks = ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"]
+    assert order.called == [*hooks, "on_train_end"]
+    leader.callbacks.end_not_finite(3)
+    assert order.called == [*hooks, "on_train_end"], "nothing may follow the end"
+
+
+def test_the_history_has_all_metrics_if_the_leader_could_not_tell_them(tmp_path: Path) -> None:
+    leader = Leader(tmp_path, [keras.callbacks.TerminateOnNaN()])
+    leader.run(lambda leader: (leader.call("begin", 0, 0), leader.call("epoch", 0, 10, loss=1.0, val_mae=2.0)))
+    leader.callbacks.end_not_finite(13)
+    assert leader.callbacks.history.history.keys() == {"loss", "val_mae"}
+    assert np.isnan(leader.callbacks.history.history["val_mae"]).tolist() == [False, True]
+
+
 def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     seen: list[int] = []
 
@@ -221,6 +294,29 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     assert change.stop
     assert seen == [7], "hooks must be called only at the step of the pause"
     assert (sent.get(), sent.get()) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("callback", "is_told"),
+    [
+        (Zeroing(), False),
+        (keras.callbacks.TerminateOnNaN(), False),
+        (keras.callbacks.TensorBoard("board"), False),
+        (keras.callbacks.TensorBoard("board", update_freq=10), True),
+        (keras.callbacks.ModelCheckpoint("{epoch}.keras"), False),
+        (keras.callbacks.ModelCheckpoint("{epoch}.keras", save_freq=10), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_begin=print), True),
+        (keras.callbacks.LambdaCallback(on_epoch_end=print), False),
+    ],
+)
+def test_hooks_that_want_every_batch_are_told_of(
+    callback: Any, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learning rate that they set takes effect only from one of their calls to the next."""
+    monkeypatch.chdir(tmp_path)  # where TensorBoard makes its folder
+    text = Leader(tmp_path, [callback]).callbacks.advice()
+    name = type(callback).__name__
+    assert text.startswith(f"callbacks: {name} has hooks of batches, ") if is_told else text == ""
 
 
 def test_an_error_of_the_run_reaches_the_caller(tmp_path: Path) -> None:
@@ -262,6 +358,53 @@ def test_a_change_of_what_a_schedule_reads_is_refused() -> None:
     assert mirror.changes() == ({}, ())
     rate.assign(0.25)
     with pytest.raises(FitError, match=r"callbacks: rate was changed, which the schedule of the learning rate reads"):
+        mirror.changes()
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+SETTINGS: dict[str, tuple[Callable[[], Any], str, Any]] = {
+    "momentum": (lambda: keras.optimizers.SGD(0.5, momentum=0.9), "momentum", 0.5),
+    "nesterov": (lambda: keras.optimizers.SGD(0.5, momentum=0.9), "nesterov", True),
+    "beta": (keras.optimizers.Adam, "beta_1", 0.5),
+    "rho": (keras.optimizers.RMSprop, "rho", 0.5),
+    "epsilon": (keras.optimizers.Adagrad, "epsilon", 0.5),
+    "weight decay": (keras.optimizers.AdamW, "weight_decay", None),
+    "clipping": (keras.optimizers.SGD, "clipnorm", 1.0),
+    "moving averages": (keras.optimizers.SGD, "use_ema", True),
+    "a variable": (lambda: keras.optimizers.SGD(momentum=0.9), "momentum", keras.Variable(0.9)),
+    "a schedule": (keras.optimizers.SGD, "learning_rate", SCHEDULE),
+    "another schedule": (lambda: keras.optimizers.SGD(SCHEDULE), "learning_rate", copy.copy(SCHEDULE)),
+    "an inner one": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "beta_2", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_change_of_a_setting_of_the_optimizer_is_refused(name: str) -> None:
+    """`keras.Model.fit` takes those that are set before its first step is traced, and ignores all later ones."""
+    make, setting, value = SETTINGS[name]
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(make(), "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.5,), 10)
+    changed = inner_optimizers(model.optimizer)[0]
+    if not callable(learning_rate_of(changed)):
+        changed.learning_rate = 0.25  # a variable
+    changed.counted_by_a_callback = 1
+    assert mirror.changes()[0] == {}
+    setattr(changed, setting, value)
+    with pytest.raises(FitError, match=rf"callbacks: \w+\.{setting} was .* and is .* now.*; set it before fit"):
+        mirror.changes()
+
+
+def test_another_optimizer_is_refused() -> None:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.01,), 10)
+    model.compile("adam", "mse")
+    with pytest.raises(
+        FitError, match=r"callbacks: model.optimizer was an SGD and is an Adam now.*; set it before fit"
+    ):
         mirror.changes()
 
 

@@ -28,7 +28,7 @@ WHOLE = RNG.integers(10, 14, [len(X), 1])
 WORDS = np.array([[b" ".join(RNG.choice([b"red", b"green", b"blue", b"dog"], 3))] for _ in X])
 WAVE = np.sin(np.arange(len(X) + 20) / 5).astype("float32")
 WINDOWS = np.lib.stride_tricks.sliding_window_view(WAVE, 10)[: len(X), :, None].copy()
-Training = tuple[float, list[np.ndarray]]  # the mean loss, and the weights
+Training = tuple[dict[str, float], list[np.ndarray]]  # the means of the metrics over all steps, and the weights
 
 
 def dense(units: int, activation: str | None = None, seed: int = 1) -> keras.layers.Layer:
@@ -149,6 +149,52 @@ def features() -> keras.Model:
     return compiled(keras.Model(space.get_inputs(), dense(1)(space.get_encoded_features())))
 
 
+def squared_gaps(y: Any, y_pred: Any) -> Any:
+    gaps = keras.tree.map_structure(lambda one, other: keras.ops.mean(keras.ops.square(one - other)), y, y_pred)
+    return sum(keras.tree.flatten(gaps))
+
+
+class NeverCompiled(keras.Model):  # type: ignore[misc]
+    """Computes its loss without the losses that it was compiled with."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+        return squared_gaps(y, y_pred)
+
+
+class WithoutTraining(keras.Model):  # type: ignore[misc]
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return 3 * squared_gaps(y, y_pred)
+
+
+class TrainsByCompiled(keras.Model):  # type: ignore[misc]
+    """Computes the losses that it was compiled with in training alone."""
+
+    wanted = True
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, *, training: bool) -> Any:
+        if training == self.wanted:
+            return super().compute_loss(x, y, y_pred, sample_weight)
+        return squared_gaps(y, y_pred)
+
+
+class EvaluatesByCompiled(TrainsByCompiled):
+    wanted = False
+
+
+def one_output(kind: type[keras.Model], loss: Any, **more: Any) -> keras.Model:
+    x = keras.Input([4])
+    return compiled(kind(x, dense(1, seed=2)(dense(8, "tanh")(x))), keras.optimizers.SGD(0.05), loss, **more)
+
+
+def two_outputs(kind: type[keras.Model], loss: Any, **more: Any) -> keras.Model:
+    x = keras.Input([4])
+    hidden = dense(8, "tanh")(x)
+    outputs = {"sum": dense(1, seed=2)(hidden), "gap": dense(1, seed=3)(hidden)}
+    return compiled(kind(x, outputs), keras.optimizers.SGD(0.05), loss, **more)
+
+
+SUM = keras.losses.MeanSquaredError(reduction="sum")
+EACH = {"sum": "mae", "gap": "mse"}
 Y_OF_TWO = {"sum": Y, "gap": Y / 2}
 # The function that builds the model, x and y.
 MODELS: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
@@ -162,11 +208,23 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
     "transferred": (lambda: transferred(False), X, Y),
     "series": (series, WINDOWS, WAVE[10 : 10 + len(X), None]),
     "nested": (nested, [X, X[::-1].copy()], Y_OF_TWO),
+    "own loss": (lambda: one_output(NeverCompiled, "mse", metrics=["mae"]), X, Y),
+    "own loss for a list": (lambda: one_output(WithoutTraining, ["mae"], weighted_metrics=["mae"]), X, Y),
+    "own loss for a sum": (lambda: one_output(NeverCompiled, SUM), X, Y),
+    "own loss for none": (lambda: one_output(WithoutTraining, None, metrics=["mae"]), X, Y),
+    "own losses": (lambda: two_outputs(NeverCompiled, EACH, metrics={"sum": ["mae"], "gap": "mse"}), X, Y_OF_TWO),
+    "own losses for one": (lambda: two_outputs(WithoutTraining, "mae"), X, Y_OF_TWO),
+    "compiled in training": (lambda: two_outputs(TrainsByCompiled, EACH, metrics={"sum": ["mae"]}), X, Y_OF_TWO),
+    "compiled in evaluations": (lambda: two_outputs(EvaluatesByCompiled, EACH), X, Y_OF_TWO),
+    "sum in evaluations": (lambda: one_output(EvaluatesByCompiled, SUM), X, Y),
     "features": (features, {"s": LETTERS, "i": WHOLE, "f": X[:, :1]}, Y),
     **TRACED_MODELS,
 }
 # What is trained whenever tests run; the others are like them.
-IN_ASYNC = [*("accumulation", "towers", "lookups", "nested"), *TRACED_IN_ASYNC]
+IN_ASYNC = [
+    *("accumulation", "towers", "lookups", "nested", "own losses", "compiled in evaluations", "sum in evaluations"),
+    *TRACED_IN_ASYNC,
+]
 IN_SYNC = [*(name for name in MODELS if name not in TRACED_MODELS), *TRACED_IN_SYNC]
 
 
@@ -179,7 +237,7 @@ def plain_keras(name: str) -> Training:
     # As tensors, since Keras does not take arrays of bytes.
     given = keras.tree.map_structure(tf.constant, x)
     history = model.fit(given, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
-    return float(np.mean(history["loss"])), weights_of(model)
+    return {name: float(np.mean(values)) for name, values in history.items()}, weights_of(model)
 
 
 def weights_of(model: keras.Model) -> list[np.ndarray]:
@@ -193,7 +251,7 @@ def source_of(name: str) -> InMemorySource:
 
 def train(loop: Any) -> Training:
     loop.train(EPOCHS * len(X) // BATCH)
-    return loop.metrics.results(loop.progress.metrics)["loss"], weights_of(loop.model)
+    return loop.metrics.results(loop.progress.metrics), weights_of(loop.model)
 
 
 def train_in_sync(worker: SyncWorker, names: list[str]) -> dict[str, Training]:
@@ -228,8 +286,8 @@ def marked(fast: list[str]) -> list[Any]:
 
 
 def assert_like_keras(name: str, found: Training) -> None:
-    (loss, weights), (wanted, others) = found, plain_keras(name)
-    assert loss == pytest.approx(wanted, rel=1e-5)
+    (metrics, weights), (wanted, others) = found, plain_keras(name)
+    assert metrics == pytest.approx(wanted, rel=1e-5)
     for one, other in zip(weights, others, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 

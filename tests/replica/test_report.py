@@ -143,7 +143,9 @@ def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert reporter.training_secs == pytest.approx(6.0)
         reporter.set_target(21, ended_by="train.until_secs=5")
     shown = [(message.step, message.steps_per_sec) for message in sent if isinstance(message, Shown)]
-    assert shown == [(1, None), (10, 4.5), (20, 4.5), (21, 4.5)], "the rate is that of the summary"
+    assert shown == [(1, None), (10, 4.5), (20, 3.8), (21, 3.33)], "the rate is that of the summary"
     assert sent[-1] == Note("chief-0", "train.until_secs=5 ended the run at step 21 of 100")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["training_secs"] for row in records if "training_secs" in row] == [2.0, 5.0, 5.0]
+    assert [row["training_secs"] for row in records if "training_secs" in row] == [2.0, 2.0, 5.0, 5.0, 5.0, 6.0]
+    rates = [(row["step"], row["steps_per_sec"], row["training_secs"]) for row in records if "steps_per_sec" in row]
+    assert rates == [(10, 4.5, 2.0), (20, pytest.approx(3.8), 5.0), (21, pytest.approx(20 / 6), 6.0)]

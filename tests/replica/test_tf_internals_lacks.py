@@ -216,6 +216,12 @@ LACKS = [
         "_symbolic_build",
         lambda _: tf_internals.build_metrics(compiled_model(), (BATCH[0], list(BATCH[1:]), None)),
     ),
+    Lack(
+        "a compute_loss without the argument training would be refused",
+        lambda: TRAINER,
+        "_compute_loss",
+        lambda _: tf_internals.compute_loss(keras.Sequential(), None, None, None, None, training=True),
+    ),
     Lack("the loss would not be averaged", model_with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
     Lack(
         "losses that cannot be split among workers would be accepted",

@@ -78,7 +78,7 @@ def test_each_run_shows_its_progress_and_the_time_that_is_left(tmp_path: Path, m
     ("until", "row", "progress_text", "left"),
     [
         ("300steps", '{"step": 120, "steps_per_sec": 10.0}', "step 120/300", "0:40 left"),
-        ("60s", '{"step": 120, "steps_per_sec": 10.0}', "0:12/1:00", "1:40 left"),
+        ("60s", '{"step": 120, "steps_per_sec": 10.0, "training_secs": 11.9}', "0:12/1:00", "1:40 left"),
     ],
 )
 def test_the_time_left_of_the_first_run(

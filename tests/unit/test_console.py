@@ -18,7 +18,7 @@ import pytest
 
 from tf2dist import cli
 from tf2dist.errors import FailureRecord, TaskFailure
-from tf2dist.fitting.consoles import QuietConsole
+from tf2dist.fitting.consoles import QuietConsole, step_line
 from tf2dist.launch import console
 from tf2dist.launch.console import Console
 from tf2dist.launch.unblocked import Unblocked
@@ -259,3 +259,18 @@ def test_a_terminal_that_stalls_blocks_nothing() -> None:
     finally:
         faulthandler.cancel_dump_traceback_later()
         os.close(master)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_batches", "batch_size", "line"),
+    [
+        ("async", 1, 1000, "a step is one worker's batch of 1,000 examples"),
+        ("async", 1, None, "a step is one worker's batch"),
+        ("sync", 3, 100, "a step takes 3 x 100 = 300 examples"),
+        ("sync", 1, 100, "a step takes 100 examples"),
+        ("sync", 3, None, "a step takes one batch of each worker"),
+        ("sync_replicas", 2, 1, "a step takes 2 x 1 = 2 examples"),
+    ],
+)
+def test_what_a_step_is(mode: str, num_batches: int, batch_size: int | None, line: str) -> None:
+    assert step_line(mode, num_batches, batch_size) == line

@@ -169,6 +169,7 @@ class Reading:
     step: int = 0
     rate: float | None = None
     accuracy: float | None = None
+    training_secs: float = 0.0
 
 
 def read_progress(path: Path) -> Reading:
@@ -179,7 +180,8 @@ def read_progress(path: Path) -> Reading:
         for line in file.read().decode(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):  # a line that the tail begins with, or that is not whole
                 values |= json.loads(line)
-    return Reading(values.get("step", 0), values.get("steps_per_sec"), values.get("validation_accuracy"))
+    rate, accuracy = values.get("steps_per_sec"), values.get("validation_accuracy")
+    return Reading(values.get("step", 0), rate, accuracy, values.get("training_secs", 0.0))
 
 
 class ComparisonProgress:
@@ -244,18 +246,14 @@ class ComparisonProgress:
         if until.kind == "accuracy" and reading.accuracy is not None:
             return f"accuracy {reading.accuracy:.4f}/{until.value:g}"
         if until.kind == "secs":
-            return f"{clock_text(self._training_secs)}/{clock_text(until.value)}"
+            return f"{clock_text(reading.training_secs)}/{clock_text(until.value)}"
         last = f"/{until.value:,g}" if until.kind == "steps" else ""
         return f"step {reading.step:,}{last}"
-
-    @property
-    def _training_secs(self) -> float:
-        return self._reading.step / self._reading.rate if self._reading.rate else 0.0
 
     def _secs_left(self) -> float | None:
         """Of the present run; None while unknown."""
         if self._until.kind == "secs" and self._reading.rate:
-            return max(0.0, self._until.value - self._training_secs)
+            return max(0.0, self._until.value - self._reading.training_secs)
         if self._until.kind == "steps" and self._reading.rate:
             return self._most_secs_left()
         expected = self._expected(self._run)

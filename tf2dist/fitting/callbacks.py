@@ -1,5 +1,6 @@
 """The callbacks of `fit`: called in the caller's thread when the leader asks for it, on a mirror of its model."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from tf2dist.errors import FitError
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.refusals import is_own_hook
 from tf2dist.fitting.state import changes_since, restore, state_of
+from tf2dist.model.own_step import has_own_step
 from tf2dist.model.plan import EpochPlan
 from tf2dist.training.hooks import Change, NamedArrays
 
@@ -62,7 +64,9 @@ class Callbacks:
         # run whose tasks all start again begins from it.
         self._at_begin: NamedArrays | None = None
         self._epoch = plan.initial_epoch
+        self._step = 0  # the global step after which hooks were called last
         self._logs: dict[str, Any] = {}
+        self._not_finite: dict[str, Any] = {}
 
     @property
     def wants_to_stop(self) -> bool:
@@ -76,6 +80,18 @@ class Callbacks:
         noted = [callback for callback in user_callbacks if getattr(callback, "stopped_epoch", 0)] or user_callbacks
         return type(noted[0]).__name__ if len(noted) == 1 else "a callback"
 
+    def advice(self) -> str:
+        """A line on batch hooks that are not called for every step, as they are in Keras; empty if there is none."""
+        names = dict.fromkeys(type(callback).__name__ for callback in self._list.callbacks if _wants_batches(callback))
+        if not names:
+            return ""
+        has = "has" if len(names) == 1 else "have"
+        return (
+            f"callbacks: {', '.join(names)} {has} hooks of batches, which are called at most about ten times a second "
+            "and not for every step; for a learning rate that follows the steps give the optimizer a schedule "
+            "(keras.optimizers.schedules)"
+        )
+
     @property
     def model(self) -> keras.Model:
         return self._mirror.model
@@ -86,10 +102,11 @@ class Callbacks:
         """Calls the hooks before the first step; called again whenever all tasks were started again.
 
         Args:
-            epoch: the first to run, counted from 0.
+            epoch: the first to run, counted from 0; that at which the plan ends if there is none.
             state: of the callbacks, from the checkpoint from which the run continues; empty without one.
         """
         self._mirror.put(arrays, learning_rates, step)
+        self._step = step
         if step == 0:
             self._mirror.restore_outside()
         if self._at_begin is None:
@@ -111,7 +128,7 @@ class Callbacks:
     ) -> Change:
         """Calls the hooks after an epoch and its validation, and those that begin the next epoch, if there is one."""
         self._mirror.put(arrays, learning_rates, step)
-        self._epoch, self._logs = epoch, dict(logs)
+        self._epoch, self._step, self._logs = epoch, step, dict(logs)
         # Keras gives the hooks of a validation its metrics without the prefix, as it does for `evaluate`.
         validation = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
         if validation:
@@ -139,19 +156,35 @@ class Callbacks:
         self.call_batch_hooks(step, logs)
         return self._change(self.wants_to_stop)
 
+    def on_progress(self, step: int, logs: Logs) -> None:
+        """Calls the batch hooks if a step was taken since any hooks were called, and the training has not ended."""
+        # Progress is also told before the first step, and again after the hooks of an epoch and of the whole training.
+        if step > self._step and self._at_begin is not None and not self.is_over:
+            self.call_batch_hooks(step, logs)
+
     def call_batch_hooks(self, step: int, logs: Logs) -> None:
         """Calls the hooks before and after a batch; `batch` is the global step."""
+        self._step = step
         # Both hooks come together: this process learns of a step only after it was taken.
         self._list.on_train_batch_begin(step)
         self._list.on_train_batch_end(step, dict(logs))
 
+    def note_not_finite(self, logs: Logs) -> None:
+        """Takes the metrics of the epoch in which the cluster has stopped with such a loss."""
+        self._not_finite = dict(logs)
+
     def end_not_finite(self, step: int) -> None:
         """Ends the training as Keras does with `TerminateOnNaN`, after the cluster has stopped with such a loss."""
-        # The cluster ends with an error that has no logs; NaN makes `TerminateOnNaN` set `stop_training`.
-        logs = {"loss": float("nan")}
-        self.call_batch_hooks(step, logs)
-        self._list.on_epoch_end(self._epoch, logs)
+        if self.is_over:
+            return
+        # With mode=sync the leader may have been ended by the error of another worker, before it could tell.
+        names = self._logs or ({} if has_own_step(self.model) else self.model.get_metrics_result())
+        logs = self._not_finite or dict.fromkeys(["loss", *names], math.nan)
+        # NaN makes `TerminateOnNaN` set `stop_training`, also if the loss of a validation was the one.
+        of_training = {name: value for name, value in logs.items() if not name.startswith("val_")}
+        self.call_batch_hooks(step, {**of_training, "loss": math.nan})
         self._logs = logs
+        self._list.on_epoch_end(self._epoch, self._logs)
         self.end()
 
     def after_last_step(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> Change:
@@ -185,6 +218,13 @@ def _has_batch_hook(callback: keras.callbacks.Callback) -> bool:
         name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name)
         for name in BATCH_HOOKS
     )
+
+
+def _wants_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether what a callback does depends on how often its batch hooks are called."""
+    if type(callback) is keras.callbacks.TensorBoard:
+        return bool(callback.update_freq != "epoch")
+    return _has_batch_hook(callback) and not _is_read_only(callback)
 
 
 def _is_read_only(callback: keras.callbacks.Callback) -> bool:

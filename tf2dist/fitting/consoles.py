@@ -8,7 +8,7 @@ from typing import Any, Self, TextIO, cast
 
 from tf2dist.cluster.spec import Place
 from tf2dist.errors import printable
-from tf2dist.launch.console import PART_GAP, WIDE_BAR, Console, cluster_text
+from tf2dist.launch.console import PART_GAP, WIDE_BAR, Console, cluster_text, number_of
 from tf2dist.messages import ProgressMessage
 
 MAX_EPOCHS = 20  # in the table of a notebook, which is sent again with each of them
@@ -39,6 +39,21 @@ def opening_line(call: str, place: Place) -> str:
     cluster, task = place
     does = "starting" if cluster.is_managed else f"{task} joins"
     return f"{call}: {does} {cluster_text(cluster.num_workers, cluster.num_ps)}"
+
+
+def step_line(mode: str, num_batches: int, batch_size: int | None) -> str:
+    """What a step is.
+
+    Args:
+        num_batches: that the cluster takes in one step.
+        batch_size: None for a stream, whose batches may have any number of examples.
+    """
+    if mode == "async":
+        return f"a step is one worker's batch{f' of {batch_size:,} examples' if batch_size else ''}"
+    if batch_size is None:
+        return "a step takes one batch of each worker"
+    product = f"{num_batches} x {batch_size:,} = " if num_batches > 1 else ""
+    return f"a step takes {product}{number_of(num_batches * batch_size, 'example')}"
 
 
 class QuietConsole(Console):

@@ -167,6 +167,9 @@ class Conversation(Generic[T]):
                 change = callbacks.begin(call.epoch, *put, state)
             case "epoch":
                 change = callbacks.after_epoch(call.epoch, logs, *put)
+            case "not finite":
+                callbacks.note_not_finite(logs)
+                return
             case "pause":
                 change = callbacks.pause(self._metrics, *put)
             case _:
@@ -206,7 +209,7 @@ class Conversation(Generic[T]):
             if not self._is_pause_requested:
                 self._request_pause()
         elif callbacks.has_batch_hooks:
-            callbacks.call_batch_hooks(progress.step, progress.metrics)
+            callbacks.on_progress(progress.step, progress.metrics)
 
     def _request_pause(self) -> None:
         self._is_pause_requested = True

@@ -1,12 +1,14 @@
 """The model in the caller's process that callbacks see: it holds the variables of the cluster between two steps."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.layout import Layout, Tree, have_same_structure
-from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, reason_of, users_place
+from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_place
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
@@ -21,6 +23,8 @@ from tf2dist.process.tf_internals import (
     trained_variables,
 )
 from tf2dist.training.hooks import NamedArrays
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 class Mirror:
@@ -57,6 +61,7 @@ class Mirror:
         self._cluster_rates: tuple[float, ...] = ()
         self._of_schedule = _read_by_schedule(self.optimizer)
         self._schedule_values = [_value(variable) for variable in self._of_schedule]
+        self._settings = self._settings_now()
 
     def put(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> None:
         """Copies the variables of the cluster at a step into the model.
@@ -107,9 +112,10 @@ class Mirror:
         """The arrays that differ from those of the cluster, and the learning rates if one differs.
 
         Raises:
-            FitError: a callback has changed what it cannot change in the cluster: the number of updates, a schedule, or
-                which variables are trained.
+            FitError: a callback has changed what it cannot change in the cluster: the number of updates, a schedule,
+                another setting of an optimizer, or which variables are trained.
         """
+        self._check_settings()
         for counter, times in zip(self._counters, self._per_step, strict=True):
             if (count := int(counter.numpy())) != (wanted := times * self._cluster_count):
                 raise FitError(
@@ -138,6 +144,28 @@ class Mirror:
         }
         rates = self._learning_rates()
         return changes, rates if rates != self._cluster_rates else ()
+
+    def _check_settings(self) -> None:
+        now = self._settings_now()
+        for key, value in self._settings.items():
+            # By identity unless both are plain values: == of variables compares what they hold.
+            new = now.get(key)
+            if new is not value and not (isinstance(new, PLAIN) and isinstance(value, PLAIN) and new == value):
+                was, became = (repr(one) if isinstance(one, PLAIN) else kind_of(one) for one in (value, new))
+                raise FitError(
+                    f"callbacks: {key[1]} was {was} and is {became} now, but the steps of the tasks are made already; "
+                    "set it before fit"
+                )
+
+    def _settings_now(self) -> dict[tuple[int, str], Any]:
+        """What is no variable of an optimizer, by optimizer and name: Keras takes it when it traces the first step."""
+        settings: dict[tuple[int, str], Any] = {(0, "model.optimizer"): self.model.optimizer}
+        inner = inner_optimizers(self.optimizer)
+        for one in (self.optimizer, *inner):
+            kind = type(one).__name__
+            plain = {name: value for name, value in vars(one).items() if isinstance(value, PLAIN) and name[0] != "_"}
+            settings |= {(id(one), f"{kind}.{name}"): value for name, value in plain.items()}
+        return settings | {(id(one), f"{type(one).__name__}.learning_rate"): learning_rate_of(one) for one in inner}
 
     def _values(self) -> NamedArrays:
         return {name: _value(variable) for name, variable in self._named.items()}

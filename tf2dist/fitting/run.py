@@ -29,9 +29,10 @@ from tf2dist.errors import (
 )
 from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
+from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
-from tf2dist.fitting.request import Model, check_share, name_of, set_model_options
+from tf2dist.fitting.request import Model, batches_of_a_step, check_share, name_of, set_model_options
 from tf2dist.fitting.result import History, Result
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.start import check_place, check_size, draw_training, run_in_folder
@@ -77,6 +78,9 @@ class Run:
 
     def execute(self) -> Result:
         """Runs the cluster to its end; raises what `fit` raises."""
+        batches = batches_of_a_step(self.config, self.num_workers)
+        batch_size = None if self.splits.stream else self.config.train.batch_size_per_worker
+        self.console.note(step_line(self.config.mode, batches, batch_size))
         # Without streams only: how many examples those have is not known here.
         if not self.splits.stream:
             check_share(len(self.splits.train), self.num_workers)
@@ -102,6 +106,8 @@ class Run:
         mirror_of_own = Mirror(model, copy, self.splits.layout)
         refusals.check_memory(name_of(self.model), [*model.variables, *mirror_of_own.optimizer.variables])
         callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
+        if advice := callbacks.advice():
+            self.console.warn(advice)
         conversation = self._conversation(job, callbacks)
         try:
             folder, summary = self._run_tasks(conversation)

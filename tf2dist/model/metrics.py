@@ -23,16 +23,21 @@ class Metrics:
         loss_tracker: the metric of the loss.
         variables: of all metrics, in the order of the sums.
         size: how many numbers they hold.
+
+    Args:
+        hides_outputs: whether the losses of single outputs are left out of the results.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, *, hides_outputs: bool = False) -> None:
         self._model = model
         self.loss_tracker = loss_tracker_of(model)
         self.variables: list[keras.Variable] = list(model.metrics_variables)
         self._sizes = [int(np.prod(v.shape)) for v in self.variables]
         self.size = sum(self._sizes)
         # Keras averages the losses of single outputs over batches, whatever their sizes, instead of over examples.
-        self._of_batches = {id(v) for tracker in output_trackers_of(model) for v in tracker.variables}
+        trackers = output_trackers_of(model)
+        self._of_batches = {id(v) for tracker in trackers for v in tracker.variables}
+        self._hidden = {tracker.name for tracker in trackers if hides_outputs}
 
     @property
     def place_of_loss(self) -> int:
@@ -65,7 +70,7 @@ class Metrics:
         """
         with self._holding(totals):
             results = self._model.get_metrics_result()
-        return {name: _plain(value) for name, value in sorted(results.items())}
+        return {name: _plain(value) for name, value in sorted(results.items()) if name not in self._hidden}
 
     def _holding(self, totals: np.ndarray) -> keras.StatelessScope:
         """A scope in which the metrics compute their results from these sums; their own variables stay as they are."""

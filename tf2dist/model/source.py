@@ -19,7 +19,7 @@ from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep, has_own_loss
 from tf2dist.process.parts import all_parts
-from tf2dist.process.tf_internals import config_of, undecayed, with_inner
+from tf2dist.process.tf_internals import compute_loss, config_of, undecayed, with_inner
 
 MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in the whole run
 
@@ -162,7 +162,7 @@ def make_variables(model: keras.Model, name: str, layout: Layout, tested: Layout
 
         def call(*leaves: tf.Tensor) -> None:
             x, y, sample_weight = layout.pack(list(leaves))
-            model.compute_loss(x, y, model(x), sample_weight)
+            compute_loss(model, x, y, model(x), sample_weight, training=True)
 
         tf.function(call, autograph=False).get_concrete_function(*layout.batched(None))
 

@@ -19,7 +19,7 @@ from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.model.trace import Trace
 from tf2dist.process.parts import parts_of, read_rows
-from tf2dist.process.tf_internals import build_metrics, losses_of, mask_of, own_layers_of_keras, seeds_of
+from tf2dist.process.tf_internals import build_metrics, compute_loss, losses_of, mask_of, own_layers_of_keras, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
 WEIGHTED_MEAN = "mean_with_sample_weight"  # that of a mean which is divided by the weights of the examples
@@ -90,7 +90,8 @@ class ModelStep:
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self.divide_variables(list(model.trainable_variables))
         self._build_metrics()
-        self.sums_losses = any(getattr(loss, "reduction", None) == "sum" for loss in self.losses)
+        reductions = [getattr(loss, "reduction", None) for loss in self.losses]
+        self.sums_losses = "sum" in reductions and not self.has_own_loss
         self.trace = self._trace()
         self._draws = self.trace.draws
         self.state += self.trace.assigned
@@ -110,10 +111,12 @@ class ModelStep:
         self.state = [v for v in self.others if id(v) not in of_seeds]
 
     def _build_metrics(self) -> None:
-        # A compiled model knows its losses and the variables of its metrics only when these are built.
+        # A compiled model knows its losses and the variables of its metrics only when these are built. Of a model with
+        # a loss of its own a trace in training has built them, unless only evaluations use them, or nothing does.
+        are_unused = self.has_own_loss and not self.losses
         with building():  # a scope of Keras's own, out of which a traced function would leave tensors
             build_metrics(self.model, self.layout.symbolic())
-        self.metrics = self.evaluated = Metrics(self.model)
+        self.metrics, self.evaluated = Metrics(self.model, hides_outputs=are_unused), Metrics(self.model)
 
     @property
     def losses(self) -> list[Any]:
@@ -123,13 +126,9 @@ class ModelStep:
     @property
     def depends_on_batches(self) -> bool:
         """Whether the metrics of many examples depend on how they are cut into batches, as some of Keras' do."""
-        losses = self.losses
-        return (
-            len(losses) > 1
-            or any(getattr(loss, "reduction", "") not in MEANS for loss in losses)
-            or self.trace.has_scalar_loss
-            or self.trace.is_masked
-        )
+        losses, trace = self.losses, self.trace
+        are_means = len(losses) <= 1 and all(getattr(loss, "reduction", "") in MEANS for loss in losses)
+        return self.has_own_loss or trace.has_scalar_loss or trace.is_masked or trace.penalizes_batch or not are_means
 
     @property
     def has_own_loss(self) -> bool:
@@ -148,9 +147,9 @@ class ModelStep:
         examples.
         """
         reductions = [getattr(loss, "reduction", None) for loss in self.losses]
-        if self.has_own_loss or len(reductions) != 1 or len(leaves_of(self.trace.outputs)) != 1:
+        if self.has_own_loss or self.trace.has_scalar_loss:  # which is divided by nothing
             return False
-        if self.trace.has_scalar_loss:  # it is divided by nothing
+        if len(reductions) != 1 or len(leaves_of(self.trace.outputs)) != 1:
             return False
         return reductions == [WEIGHTED_MEAN] or (self.trace.divides_by_parts and reductions[0] in MEANS)
 
@@ -248,7 +247,7 @@ class ModelStep:
             self._scope(trainable, state, self.metrics.zeros(), place),
             self._reading(trainable, lookups.positions),
         ):
-            loss = self._forward(leaves, training).loss
+            loss = self._forward(leaves, training, for_training=True).loss
             return [tf.reduce_sum(tf.cast(one, tf.float32)) for one in (loss, *self.model.losses)]
 
     def evaluate(
@@ -323,12 +322,14 @@ class ModelStep:
             states[id(variable)] = tf.constant(value, variable.dtype) + offset
         return states
 
-    def _forward(self, leaves: list[tf.Tensor], training: bool, layout: Layout | None = None) -> ForwardPass:
-        """Calls the model on a batch, and computes the loss as Keras does in a single process."""
+    def _forward(
+        self, leaves: list[tf.Tensor], training: bool, layout: Layout | None = None, for_training: bool = False
+    ) -> ForwardPass:
+        """Calls the model on a batch, and computes the loss as Keras does, if asked that of a training in any case."""
         x, y, sample_weight = (layout or self.layout).pack(leaves)
         outputs = self.model(x, training=training) if self._takes_training else self.model(x)
         with recording(self.losses) as loss_values:
-            loss = self.model.compute_loss(x, y, outputs, sample_weight, training=training)
+            loss = compute_loss(self.model, x, y, outputs, sample_weight, training or for_training)
         return ForwardPass(x, y, sample_weight, outputs, loss_values, loss)
 
     def _weight(self, forward: ForwardPass, share: tf.Tensor) -> tf.Tensor:
@@ -336,8 +337,7 @@ class ModelStep:
         if not self.weighs_losses:
             return share
         ((loss, value),) = forward.loss_values
-        parts = tf.ones_like(value, tf.float32)
-        factors = [mask_of(leaves_of(forward.outputs)[0]), mask_of(value)]
+        parts, factors = tf.ones_like(value, tf.float32), [mask_of(leaves_of(forward.outputs)[0]), mask_of(value)]
         if loss.reduction == WEIGHTED_MEAN and forward.sample_weight is not None:
             factors += leaves_of(forward.sample_weight)
         for factor in factors:

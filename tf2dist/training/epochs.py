@@ -11,7 +11,7 @@ from tf2dist.checkpoint.saver import NoSaver
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import Interrupted
+from tf2dist.errors import Interrupted, NotFiniteError
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.plan import EpochPlan
 from tf2dist.process import heartbeat
@@ -112,7 +112,15 @@ class EpochDriver:
 
         Raises:
             Interrupted: a task was asked to stop; the run is saved.
+            NotFiniteError: the loss is not finite; the callbacks are told the metrics.
         """
+        try:
+            self._drive()
+        except NotFiniteError:
+            self._tell_not_finite()
+            raise
+
+    def _drive(self) -> None:
         loop, target = self._loop, self._loop.target_step
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
         self._apply(Change(learning_rates=self._state.learning_rates))
@@ -172,6 +180,15 @@ class EpochDriver:
             loop.begin_epoch()
         return has_ended
 
+    def _tell_not_finite(self) -> None:
+        """Tells the callbacks the metrics of the epoch, without waiting: this task ends with an error."""
+        progress, epoch = self._loop.progress, self._state.position.epoch
+        logs = self._loop.metrics.results(progress.metrics - self._state.before)
+        if self._plan.validates(epoch) and "validation" in self._splits:
+            names = self._validation.metrics if self._validation else logs
+            logs |= {f"val_{name}": math.nan for name in names}
+        self._hooks.post("not finite", epoch, progress.global_step, logs, (), dict, {})
+
     def _tell_unread(self) -> None:
         """Tells once that the end of one worker's data has left batches of others out."""
         if (unread := self._loop.num_unread) and not self._has_told:
@@ -192,13 +209,14 @@ class EpochDriver:
             Interrupted: a task was asked to stop meanwhile; the run is saved.
         """
         loop, step = self._loop, self._loop.progress.global_step
+        # A resumed run that a callback had ended has no epoch any more that could begin.
+        is_over = kind == "begin" and self._state.has_stopped
+        epoch = self._plan.epochs if is_over else self._state.position.epoch
 
         def arrays() -> NamedArrays:
             return loop.arrays() | loop.random_states()
 
-        self._hooks.post(
-            kind, self._state.position.epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks
-        )
+        self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
         change = self._answer()
         if change.is_interrupted:
             self._stop_if(PauseRequest.STOP)

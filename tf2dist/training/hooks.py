@@ -72,7 +72,7 @@ class Hooks(Protocol):
 
         Args:
             kind: "begin" before the first step, "epoch" at the end of an epoch, "pause" after `wanted`, "end" after
-                the last step, with the weights that are evaluated.
+                the last step, with the weights that are evaluated; "not finite", which has no answer.
             epoch: counted from 0; for "begin" the epoch that comes.
             step: the global step.
             logs: the metrics of the epoch by name, as in Keras.

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import keras
@@ -19,7 +19,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.model.checks import Advice, advice_on
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics
@@ -388,6 +388,11 @@ class LoopBase(abc.ABC):
         assign(self.named, change.arrays, self.by_row)
         for optimizer, _ in self._optimizers() if change.learning_rates else []:
             set_learning_rates(optimizer, change.learning_rates)
+
+    def not_finite(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
+        """The error of a loss; `progress` then has the metrics of all steps until then."""
+        self.progress = replace(self.progress, metrics=metrics)
+        return NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
 
     def finalize(self) -> None:
         self._trained = finalize(self.named, self._optimizers())

@@ -146,8 +146,8 @@ class Reporter(NoReporter):
         )
         self._writers = [PatientWriter(make, to_launcher.warn) for make in makes]
         self._first_at: float | None = None  # the time of the first report, at which the start-up ends
-        self._previous: tuple[float, Progress] | None = None  # at the last report, unless an evaluation followed
-        self._secs, self._steps, self._examples = 0.0, 0, 0  # of training, between reports of progress
+        self._first: Progress  # set with it
+        self._steps = self._examples = 0  # of the training since then
         self._last_at = self._paused_secs = 0.0  # the time of the last report of any kind, and all time of evaluations
         self._sent_at = self._written_at = 0.0
 
@@ -184,16 +184,10 @@ class Reporter(NoReporter):
         self._rates = rates
 
     def on_progress(self, progress: Progress) -> None:
-        # The time and the work since the last report. After an evaluation there is no last report: its time is no
-        # training, and the rate is that of the training alone.
         now, step = time.time(), progress.global_step
-        self._first_at = self._first_at or now
-        if self._previous:
-            then, before = self._previous
-            self._secs += now - then
-            self._steps += step - before.global_step
-            self._examples += progress.examples - before.examples
-        self._previous = (now, progress)
+        if self._first_at is None:
+            self._first_at, self._first = now, progress
+        self._steps, self._examples = step - self._first.global_step, progress.examples - self._first.examples
         self._last_at, self.training_secs = now, now - self._first_at - self._paused_secs
 
         # The launcher's display, and the files, each at its own pace; the last step always goes to both.
@@ -205,7 +199,7 @@ class Reporter(NoReporter):
             scalars = self._filed.since_last(progress)
             rate = self.steps_per_sec()
             if rate:
-                scalars["steps_per_sec"] = rate
+                scalars |= {"steps_per_sec": rate, "training_secs": round(self.training_secs, 4)}
             if self._rates:
                 scalars |= self._rates.scalars(step)
             self._write(step, scalars)
@@ -214,7 +208,7 @@ class Reporter(NoReporter):
         # From the last progress on: a pause begins when the last update of the step has been applied.
         now = time.time()
         self._paused_secs += now - (self._last_at or now)
-        self._last_at, self._previous = now, None
+        self._last_at = now
         name, value = evaluation.headline
         print(f"{self._task}, global_step={step}, {split} {name}={value:.4f}", flush=True)
         if step != self.target_step and not is_told:  # the launcher shows the last evaluation with the result
@@ -229,8 +223,8 @@ class Reporter(NoReporter):
             writer.write(step, values)
 
     def steps_per_sec(self) -> float | None:
-        """The mean rate since the first report of progress, without start-up and evaluations; None while unknown."""
-        return self._steps / self._secs if self._secs > 0 else None
+        """The steps since the first report of progress, divided by `training_secs`; None while unknown."""
+        return self._steps / self.training_secs if self.training_secs > 0 else None
 
     def on_result(
         self,
@@ -260,7 +254,7 @@ class Reporter(NoReporter):
             "epochs": round(progress.examples / loop.sharding.num_examples, 4) if epochs is None else epochs,
             **results_of(validation, test),
             "steps_per_sec": round(rate, 2) if rate else None,
-            "examples_per_sec": round(self._examples / self._secs, 1) if rate else None,
+            "examples_per_sec": round(self._examples / self.training_secs, 1) if rate else None,
             "startup_secs": round((self._first_at or time.time()) - self._started_at, 3),
             "wall_secs": round(time.time() - self._started_at, 3),
             "workers": [{"index": i, "local_steps": steps} for i, steps in enumerate(progress.local_steps)],

@@ -328,11 +328,19 @@ def loss_tracker_of(model: keras.Model) -> keras.metrics.Metric:
     return attribute(keras, model, "_loss_tracker", keras.metrics.Metric)
 
 
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+    """The loss of a batch; a `compute_loss` of the user's need not take `training`."""
+    return attribute(keras, model, "_compute_loss", Callable)(x, y, y_pred, sample_weight, training=training)
+
+
 def losses_of(model: keras.Model) -> list[Any]:
     """The losses of a compiled model whose metrics are built, without those of `add_loss` and regularizers."""
-    # A model compiled without a loss has None here, and is trained by `add_loss` alone.
+    # A model compiled without a loss has None here, and is trained by `add_loss` alone. Losses that a `compute_loss` of
+    # the user's never calls are never built.
     compiled = attribute(keras, model, "_compile_loss", keras.losses.Loss | None)
-    return [] if compiled is None else [one.loss for one in attribute(keras, compiled, "_flat_losses", list)]
+    if compiled is None or not compiled.built:
+        return []
+    return [one.loss for one in attribute(keras, compiled, "_flat_losses", list)]
 
 
 def output_trackers_of(model: keras.Model) -> list[keras.metrics.Metric]:

@@ -22,7 +22,6 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
-from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
@@ -303,8 +302,7 @@ class AsyncLoop(PsLoop):
         steps, loss, examples = new = totals.sum(axis=0)
         # A sum that is not finite once stays so, so a single bad update is noticed however seldom this looks.
         if not np.isfinite(loss):
-            step = self._origin.earlier_steps + int(steps)
-            raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
+            raise self.not_finite(loss, self._origin.earlier_steps + int(steps), metrics)
         delta_steps, delta_loss, _ = new - self._reported
         now, before = time.monotonic(), self.progress
         applied = int(min(count[1] for count in counts))  # by all ps: one may be ahead of another

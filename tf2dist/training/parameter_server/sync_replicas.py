@@ -200,8 +200,7 @@ class SyncReplicasLoop(PsLoop):
         loss, steps = counts.sums[0] - before.sums[0], counts.step - before.step
         # A sum that is not finite once stays so, so a single bad step is noticed however seldom this looks.
         if not np.isfinite(counts.sums[0]):
-            message = f"the loss is {counts.sums[0]} before global step {counts.step}; try a lower learning rate"
-            raise NotFiniteError(message)
+            raise self.not_finite(counts.sums[0], counts.step, counts.sums[2:])
         if steps:
             self._scheduler.steps_per_sec = steps / (now - self._changed_at)
             self._changed_at = now

@@ -17,7 +17,6 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import NumberedSteps
-from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
@@ -86,19 +85,20 @@ class SyncLoop(LoopBase):
             step = int(self._graphs.applied.numpy())
             count = step - before
             # What was shared is the same in each of the steps, so its sum is `count` times that of one step.
-            metrics, requests, secs = np.array(rest[: self.metrics.size]), rest[self.metrics.size : -1], rest[-1]
+            metrics = self.progress.metrics + np.array(rest[: self.metrics.size])
+            requests, secs = rest[self.metrics.size : -1], rest[-1]
             requested = PauseRequest.of_sums(requests)
             self._secs_per_step = secs / count
             self._own_secs = (time.monotonic() - started) / count
             # The loss is the sum over all workers, so all of them stop here at the same step.
             if not np.isfinite(loss):
-                raise NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
+                raise self.not_finite(loss, step, metrics)
             self.progress = Progress(
                 global_step=step,
                 local_steps=self._local_steps(step),
                 examples=self.progress.examples + int(examples),
                 loss=float(loss / count),
-                metrics=self.progress.metrics + metrics,
+                metrics=metrics,
             )
             self._log(count)
             self.report(self.progress)
