@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import psutil
 import pytest
+import pytest_timeout
 
 from tf2dist import linux
 from tf2dist.config.schema import CONTROL_PORT_SHIFT as SHIFT
@@ -61,6 +63,54 @@ import_lazily()  # as in every task; Keras is imported in two thirds of the time
 # command of ours would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+MAX_SLOWNESS = 5.0
+# Those that ran when a test began, without its fixtures once these are made.
+PIDS = pytest.StashKey[set[int]]()
+
+
+def slowness() -> float:
+    """By how much limits of time are longer, since others use the processors as well: between 1 and `MAX_SLOWNESS`."""
+    return round(min(max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))), MAX_SLOWNESS), 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """Makes the limit of a test longer on a busy machine; at the limit the processes that the test has started end."""
+    item.stash[PIDS] = set(psutil.pids())
+    # At the other limit, which is for what no signal reaches, the process of pytest itself ends.
+    longest = float(item.config.getini("faulthandler_timeout") or "inf") - 60
+    limit = max(settings.timeout, min(settings.timeout * slowness(), longest))
+    pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
+    fail = signal.getsignal(signal.SIGALRM)
+    if settings.method == "signal" and callable(fail):
+
+        def on_limit(signum: int, frame: FrameType | None) -> None:
+            # Before the test ends, which may wait for them.
+            if ended := end_processes(item.stash[PIDS]):
+                item.add_report_section("call", "the limit of time", f"ended what the test had started: {ended}")
+            fail(signum, frame)
+
+        signal.signal(signal.SIGALRM, on_limit)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    item.stash[PIDS] = set(psutil.pids())
+
+
+def end_processes(others: set[int]) -> list[str]:
+    """Kills all processes of these tests but others, and waits for their end; returns what they were."""
+    found = {process.pid: process for process in (*our_processes(), *psutil.Process().children(recursive=True))}
+    mine, told = [process for pid, process in found.items() if pid not in others], []
+    for process in mine:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            told.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+            process.kill()
+    psutil.wait_procs(mine, timeout=5.0)
+    return told
 
 
 def pytest_unconfigure() -> None:
@@ -120,6 +170,7 @@ class Command:
         )
 
     def finish(self, process: subprocess.Popen[str], run_dir: str = "run", timeout_secs: float = 120.0) -> Finished:
+        timeout_secs *= slowness()
         try:
             stdout, stderr = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
@@ -221,6 +272,7 @@ def task_process(run_dir: Path, task: str) -> psutil.Process:
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout_secs: float = 90.0) -> None:
     """Waits for a condition as long as the process runs."""
+    timeout_secs *= slowness()
     deadline = time.monotonic() + timeout_secs
     while not condition():
         if process.poll() is not None:
@@ -246,6 +298,6 @@ def start_module(folder: Path, module: str, *arguments: str) -> subprocess.Popen
 
 def ended(process: subprocess.Popen[str], code: int) -> tuple[str, str]:
     """The stdout and stderr; asserts that the command has ended with this code."""
-    stdout, stderr = process.communicate(timeout=200)
+    stdout, stderr = process.communicate(timeout=200 * slowness())
     assert process.returncode == code, stdout + stderr
     return stdout, stderr

@@ -21,6 +21,7 @@ Schedulers take codes from 1 to 127 as permanent failures, and retry after 128 a
 
 import difflib
 import functools
+import itertools
 import json
 import re
 import signal
@@ -34,7 +35,20 @@ from pathlib import Path
 
 from tf2dist.files import write_whole
 from tf2dist.signals import name_of
-from tf2dist.tf_constants import AUTOGRAPH_FILE, COLOURS, KERAS_FRAME, TRACED
+from tf2dist.tf_constants import (
+    AUTOGRAPH_FILE,
+    BELOW_REASON,
+    COLOURS,
+    EMBEDDING_FILE,
+    FAILED_NODE,
+    FIRST_OF_SEVERAL,
+    GRAPH_ERROR,
+    KERAS_FRAME,
+    LAYER_SCOPE,
+    LOSS_SCOPE,
+    NO_SUCH_ROW,
+    TRACED,
+)
 
 # Names of classes such as int, ndarray and SGD, but not UniformNoise.
 SPOKEN_WITH_A_VOWEL = re.compile(r"[AEIOaeio]|[Uu](?!int|ni|se)|nd|[FHLMNRSX][A-Z]")
@@ -188,16 +202,48 @@ def reason_of(error: BaseException) -> str:
     """What an exception of the user's code, of Keras or of TensorFlow says, on one line; its class if it says nothing.
 
     Keras breaks a sentence into several lines, and puts a line about the layer before it. An error in a traced function
-    begins with "in user code:" and the places that led to it.
+    begins with "in user code:" and the places that led to it, and that of a graph with the nodes that failed.
     """
     text = COLOURS.sub("", str(error)).strip()
+    if text.startswith(GRAPH_ERROR):
+        reason = _first_paragraph(_below_nodes(text), type(error).__name__)
+        return f"{reason}{_part_of_model(text, not users_place(error))}"
     places = list(PLACE.finditer(text))
     if places and text.startswith(TRACED):
         text = text[places[-1].end() :].strip().removeprefix(f"{type(error).__name__}: ")
+    return _first_paragraph(text, type(error).__name__)
+
+
+def _first_paragraph(text: str, otherwise: str) -> str:
+    """The first one that is not about the layer, on one line."""
     text = text.partition("\nTraceback (most recent call last):")[0]
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
-    reasons = [paragraph for paragraph in paragraphs if paragraph and not KERAS_FRAME.search(paragraph)]
-    return (reasons or [type(error).__name__])[0]
+    return next((each for each in paragraphs if each and not KERAS_FRAME.search(each)), otherwise)
+
+
+def _below_nodes(text: str) -> str:
+    """The reason in the error of a graph; of an id that a table has not, the id as the layer was given it."""
+    reason = FIRST_OF_SEVERAL.sub("", FAILED_NODE.sub("", text.removeprefix(GRAPH_ERROR)).strip())
+    reason = BELOW_REASON.split(reason)[0].rstrip(".")
+    if (row := NO_SUCH_ROW.match(reason)) and EMBEDDING_FILE in text:
+        index, rows = map(int, row.groups())
+        return f"id {index if index >= 0 else index - rows} is not in [0, {rows})"
+    return reason
+
+
+def _part_of_model(text: str, or_node: bool) -> str:
+    """In which layer or loss the first node that has failed is, as the end of a sentence; "" if in none.
+
+    Args:
+        or_node: whether then to name the node.
+    """
+    node = match[1] if (match := FAILED_NODE.search(text)) else ""
+    scopes = [LAYER_SCOPE.match(scope) for scope in node.removeprefix("while/").split("/")[:-1]]
+    if layers := [scope[1] for scope in itertools.takewhile(bool, scopes) if scope]:
+        return f", in the layer {'/'.join(layers)}"
+    if loss := LOSS_SCOPE.search(node):
+        return f", in the loss {loss[1]}"
+    return f", at the node {node}" if node and or_node else ""
 
 
 def users_place(error: BaseException) -> str:
@@ -206,7 +252,7 @@ def users_place(error: BaseException) -> str:
     # What TensorFlow has traced, or called from a graph, stands in the text alone.
     quoted = [(place[1], place[2]) for place in PLACE.finditer(str(error))]
     # Autograph writes the traced code into files of its own, and the places in the text are those of the user's files.
-    not_users = (*_folders_of_packages(), "<frozen", "<__array_function__")
+    not_users = (*_folders_of_packages(), "<frozen", "<string>", "<__array_function__")
     places = [
         (file, line)
         for file, line in (*raised, *quoted)

@@ -43,4 +43,19 @@ KERAS_DEFAULTS: dict[str, Any] = {"floatx": "float32", "image_data_format": "cha
 NODES = re.compile(r"\{\{.*?\}\}\s*")
 TRACED = "in user code:"
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
+# An error of a graph that runs: the nodes that failed, each with the places that led to it; then the reason, and below
+# it where it comes from. Several errors at once are numbered.
+GRAPH_ERROR = "Graph execution error:"
+FAILED_NODE = re.compile(
+    r"^Detected at node '?(\S+?)'? defined at \(most recent call last\):\n(?: *File .*\n|\s*\n)*", re.MULTILINE
+)
+FIRST_OF_SEVERAL = re.compile(r"^\s*\d+ root error\(s\) found\.\s*\(0\) [A-Z_]+:\s*")
+BELOW_REASON = re.compile(r"\n\s*\[\[|\s+Label values:|\nAdditional GRPC error information")
+# In the name of a node: of each layer whose call led to it, whose second scope this is, since Keras opens one to build
+# the layer; and the loss.
+LAYER_SCOPE = re.compile(r"^(.+)_\d+$")
+LOSS_SCOPE = re.compile(r"(?:^|/)compile_loss/([^/]+)/")
+# What a layer says of an id that its table has not; Keras has added the number of rows to a negative one.
+EMBEDDING_FILE = "keras/src/layers/core/embedding.py"
+NO_SUCH_ROW = re.compile(r"^indices\S* = (-?\d+) is not in \[0, (\d+)\)$")
 KERAS_FRAME = re.compile(r"^Exception encountered when calling|Error encountered:$|^Exception encountered:$")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, slowness
 
 FEW = {
     "one process softmax": {"tf2dist", "bare loop", "keras fit"},
@@ -33,7 +33,7 @@ def test_the_benchmark_runs(contenders: dict[str, set[str]], scale: float, real_
         pytest.skip("the benchmark trains on MNIST, which is not on this machine")
     arguments = ["--only", ",".join(contenders), "--rounds", "1", "--scale", str(scale), "--out", str(tmp_path)]
     command = [sys.executable, "-m", "tests.bench", *arguments]
-    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600 * slowness())
     assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
     comparisons = json.loads((tmp_path / "bench.json").read_text())["comparisons"]
     assert {one["name"]: set(one["medians"]) for one in comparisons} == contenders, completed.stdout

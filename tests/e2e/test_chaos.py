@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Command, our_processes, task_process, wait_until
+from tests.conftest import MAX_SLOWNESS, Command, our_processes, slowness, task_process, wait_until
 from tf2dist.checkpoint import snapshot
 from tf2dist.config.algorithms import ALGORITHMS
 
@@ -26,7 +26,6 @@ SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randran
 HEAL_SECS = 90.0  # from the last act to the next checkpoint
 GONE_SECS = 5.0  # for the tasks, once their launcher is dead
 WATCHDOG_SECS, GRACE_SECS = 8.0, 20.0
-MAX_SLOWNESS = 5.0
 COMMON = [
     *("data=digits", "max_restarts=1000", "figure=true", "train.log_every_steps=50"),
 ]
@@ -187,7 +186,7 @@ class Chaos:
 
     def end(self, code: int) -> str:
         """Waits for the launcher's end; returns its stderr, which blames nobody who is innocent."""
-        finished = self._command.finish(self.process, timeout_secs=HEAL_SECS * slowness())
+        finished = self._command.finish(self.process, timeout_secs=HEAL_SECS)
         assert finished.code == code, finished
         for line in finished.stderr.splitlines():
             if "warning" in line:
@@ -204,7 +203,7 @@ class Chaos:
     def heal(self) -> None:
         """Waits until the run goes on, as its checkpoints tell."""
         before = self.newest_step()
-        wait_until(lambda: self.newest_step() > before, self.process, HEAL_SECS * slowness())
+        wait_until(lambda: self.newest_step() > before, self.process, HEAL_SECS)
         self._tell(f"healed at step {self.newest_step()}")
 
     def go_on_for(self, secs: float) -> None:
@@ -213,11 +212,6 @@ class Chaos:
             time.sleep(self._random.uniform(0.0, 8.0))  # the random moment
             assert self.process.poll() is None, f"ended by itself: {self._command.finish(self.process)}"
             self.act()
-
-
-def slowness() -> float:
-    """By how much the limits are longer, since others use the processors as well: between 1 and `MAX_SLOWNESS`."""
-    return round(min(max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))), MAX_SLOWNESS), 1)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COMMAND, Command
+from tests.conftest import COMMAND, Command, slowness
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
 
@@ -38,7 +38,7 @@ def test_a_changed_byte_in_the_data_is_reported(command: Command, real_data: str
 def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
     """The user has neither HOME nor an entry in /etc/passwd; the command must leave nothing but the run directory."""
     as_unknown_user = ["unshare", "--user", "--map-user=54321"]
-    if subprocess.run([*as_unknown_user, "true"], stderr=subprocess.DEVNULL, timeout=30).returncode:
+    if subprocess.run([*as_unknown_user, "true"], stderr=subprocess.DEVNULL, timeout=30 * slowness()).returncode:
         pytest.skip("this system allows no user namespaces")
     folder = location.mnist_dir(DataConfig())
     env = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME", "KERAS_HOME")}
@@ -48,7 +48,7 @@ def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
         env=env | {"TFDS_DATA_DIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * slowness(),
     )
     assert completed.returncode == 0, completed.stderr
     assert "test accuracy" in completed.stdout

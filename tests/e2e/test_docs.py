@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import BLOCKS, PAGES, REPOSITORY
+from tests.conftest import BLOCKS, PAGES, REPOSITORY, slowness
 from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.sweeps import expanded
@@ -32,7 +32,7 @@ def run_program(page: str, name: str, folder: Path) -> str:
     """What a program of a page prints, run in a folder of its own."""
     (folder / name).write_text(PROGRAMS[page, name])
     completed = subprocess.run(
-        [sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120 * slowness(), check=False
     )
     assert completed.returncode == 0, completed.stderr
     return completed.stdout
@@ -44,7 +44,7 @@ def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     for name in ("conftest.py", "test_example.py"):
         (tmp_path / name).write_text(PROGRAMS["docs/testing.md", name])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120 * slowness())
     assert "2 passed" in completed.stdout, completed.stdout + completed.stderr
 
 
@@ -100,7 +100,9 @@ def test_the_examples_of_contributing(task: str, tmp_path: Path) -> None:
         commands = commands.replace(f":{shown}", f":{port}")
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     script = ["bash", "-e", "-c", f"{commands}wait $!" if " &" in commands else commands]
-    done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120 * slowness(), check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("test accuracy") == 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import COMMAND, REPOSITORY, Command, our_processes, task_process, wait_until
+from tests.conftest import COMMAND, REPOSITORY, Command, our_processes, slowness, task_process, wait_until
 from tf2dist.signals import name_of
 
 
@@ -96,7 +96,7 @@ def test_a_reader_that_stalls_does_not_stop_the_run(command: Command) -> None:
     process = subprocess.Popen(words, cwd=command.folder, stdin=subprocess.DEVNULL, stderr=theirs, text=True)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 143
+    assert process.wait(timeout=30 * slowness()) == 143
     assert len(list((command.folder / "run" / "checkpoints").iterdir())) == 1
     os.close(ours)
     os.close(theirs)
@@ -119,7 +119,7 @@ def test_a_terminal_that_is_closed_saves_too(command: Command) -> None:
 
     wait_until(trains, process)
     os.close(ours)
-    assert process.wait(timeout=30) == 129
+    assert process.wait(timeout=30 * slowness()) == 129
     assert len(list((command.folder / "run" / "checkpoints").iterdir())) == 1
 
 
@@ -155,7 +155,7 @@ def test_a_reader_that_leaves_does_not_stop_the_training(command: Command) -> No
     assert process.stderr
     assert process.stderr.readline()
     process.stderr.close()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60 * slowness()) == 0
     assert process.stdout
     assert "test accuracy" in process.stdout.read()
     process.stdout.close()

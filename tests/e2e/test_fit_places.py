@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ports_of_tasks
+from tests.conftest import ports_of_tasks, slowness
 from tf2dist.signals import name_of
 
 QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -72,7 +72,7 @@ for mode in ("async", "sync"):
     print(len(result.history["loss"]), result.summary["mode"], result.run_dir.parent.name, result.model.name)
 """
     process = start(tmp_path, BEGIN + code)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=110 * slowness())
     assert process.returncode == 0, err
     assert out.splitlines() == ["2 async outputs sequential", "2 sync outputs sequential"]
     assert len(list((tmp_path / "outputs").glob("*/model.keras"))) == 2
@@ -91,7 +91,7 @@ for verbose in (0, 1, 2):
     print(json.dumps([out.getvalue().splitlines(), lines]))
 """
     process = start(tmp_path, BEGIN + code)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=110 * slowness())
     assert process.returncode == 0, err
     silent, progress, lines = map(json.loads, out.splitlines())
     assert silent == [[], []]
@@ -129,7 +129,7 @@ print(result.summary["global_step"] >= 6)
     process = start(tmp_path, BEGIN + SLOWLY + code)
     wait_for(tmp_path / "trained", process)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=110 * slowness())
     assert process.returncode == 0, err
     told, *codes, left, goes_on = out.splitlines()
     assert told.startswith(f"tf2dist: stopped by {name_of(signum)}; saved at step ")
@@ -157,7 +157,7 @@ import psutil
 print([each.name() for each in psutil.Process().children(recursive=True)])
 """
     process = start(tmp_path, BEGIN + code)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=110 * slowness())
     assert process.returncode == 0, err
     assert out.splitlines() == ["of my own", "[]"]
 
@@ -181,7 +181,7 @@ result = tf2dist.fit(build, x, x.sum(1), epochs=6, mode={mode!r}, callbacks=[kil
 print(kill.killed is not None, result.history["loss"].__len__(), result.summary["restarts"])
 """
     process = start(tmp_path, BEGIN + code)
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=110 * slowness())
     assert process.returncode == 0, err
     assert out.splitlines()[-1] == "True 6 1"
 
@@ -199,7 +199,7 @@ except tf2dist.TfDistError as error:
     print(error)
 """
     processes = hosts(tmp_path, ports, [BEGIN + code] * 2)
-    outs = [process.communicate(timeout=110) for process in processes]
+    outs = [process.communicate(timeout=110 * slowness()) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outs
     assert outs[0][0] == "sequential 2\n"
     assert outs[1][0].startswith(f"the model is not on this host: worker-0 at localhost:{ports[0]} has it")
@@ -209,7 +209,7 @@ except tf2dist.TfDistError as error:
 def test_hosts_with_other_data_refuse_each_other(tmp_path: Path) -> None:
     code = 'tf2dist.fit(build, x[{}:], x[{}:].sum(1), mode="sync", batch_size=20, verbose=0, run_dir="run")'
     processes = hosts(tmp_path, ports_of_tasks(2), [BEGIN + code.format(n, n) for n in (0, 1)])
-    outs = [process.communicate(timeout=110)[1] for process in processes]
+    outs = [process.communicate(timeout=110 * slowness())[1] for process in processes]
     assert all(process.returncode for process in processes)
     assert any("fit.train: 120 of" in text and "119 of" in text for text in outs), outs
 
@@ -241,7 +241,9 @@ except KeyboardInterrupt as error:
         "print(tf2dist.fit(build, x, x.sum(1), mode='sync', **given).summary['mode'])",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = nbclient.NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(
+        notebook, timeout=int(100 * slowness()), resources={"metadata": {"path": str(tmp_path)}}
+    )
 
     def interrupt() -> None:
         deadline = time.monotonic() + 100

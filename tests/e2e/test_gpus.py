@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import Command, Finished, ports_of_tasks
+from tests.conftest import Command, Finished, ports_of_tasks, slowness
 from tests.fake_gpu import FakeGpus, why_not
 
 pytestmark = [
@@ -221,7 +221,7 @@ def test_fit_leaves_the_gpus_to_the_workers(tmp_path: Path) -> None:
     gpus = FakeGpus(2, tmp_path / "gpus")
     env = os.environ | gpus.env
     command = [sys.executable, "-c", FIT]
-    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150 * slowness())
     assert completed.returncode == 0, completed.stderr
     kernels = {device: made for device, made in gpus.kernels().items() if device.startswith("worker")}
     assert kernels.keys() == {"worker-0/GPU:0", "worker-1/GPU:0"}, kernels

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COMMAND
+from tests.conftest import COMMAND, slowness
 
 RUN = ["data=digits", "model=softmax", "mode=sync", "cluster=local1", "train.steps=5"]
 PICKLE = "hydra.experimental.callbacks.PickleJobInfoCallback"
@@ -19,7 +19,9 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def command(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    completed = subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    completed = subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=120 * slowness()
+    )
     assert completed.returncode == code, completed
     return completed
 

@@ -6,12 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, slowness
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
     completed = subprocess.run(
-        list(command), cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120
+        list(command),
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120 * slowness(),
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import Command, task_process, wait_until
+from tests.conftest import Command, slowness, task_process, wait_until
 from tests.e2e.test_losses import STEPS, assert_exact, start, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -89,4 +89,4 @@ def test_a_loss_in_the_middle_of_a_step(command: Command, mode: str, task: str, 
 def test_a_launcher_killed_in_the_middle_of_a_step_leaves_no_process(command: Command, mode: str) -> None:
     process = start_and_close_the_gate(command, mode)  # it stays closed
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=10 * slowness())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import BLOCKS, REPOSITORY, Block
+from tests.conftest import BLOCKS, REPOSITORY, Block, slowness
 from tests.hosts import hosts
 from tests.pods import Pod, Pods
 from tests.shown import is_as_shown
@@ -263,7 +263,7 @@ STAMP = REPOSITORY / ".venv" / ".installed"
 def test_make_train(tmp_path: Path, real_data: str) -> None:
     options = f"run_dir={tmp_path}/run data={real_data}"
     command = ["make", "-C", str(REPOSITORY), "train", f"ARGS={options}"]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=580 * slowness(), check=False)
     assert completed.returncode == 0, completed.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["cluster"] == {"worker": 3, "ps": 1}
 

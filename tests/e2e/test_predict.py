@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tf2dist
-from tests.conftest import ports_of_tasks, task_process, wait_until
+from tests.conftest import ports_of_tasks, slowness, task_process, wait_until
 
 X = np.random.default_rng(0).normal(size=(230, 3)).astype("float32")
 # Of a model that takes its time, in a file of its own that the tasks import, too: a batch of four takes 0.1 s.
@@ -151,7 +151,7 @@ def done(folder: Path) -> dict[str, int]:
 
 
 def check_result(folder: Path, process: "subprocess.Popen[str]") -> str:
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=100 * slowness())
     assert process.returncode == 0, err
     wanted = 2 * np.arange(800, dtype="float32").reshape(400, 2) + 1
     np.testing.assert_array_equal(np.load(folder / "result.npy"), wanted)
@@ -171,7 +171,7 @@ def test_a_prediction_goes_on_with_another_number_of_workers(tmp_path: Path, no_
     process = start(tmp_path, 2)
     wait_until(lambda: len(done(tmp_path)) >= 4, process)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=60 * slowness())
     no_leftovers()
     first = done(tmp_path)
     assert 4 <= len(first) < 25
@@ -180,7 +180,7 @@ def test_a_prediction_goes_on_with_another_number_of_workers(tmp_path: Path, no_
     wait_until(lambda: len(done(tmp_path)) >= len(first) + 4, process)
     second = done(tmp_path)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60 * slowness())
     assert process.returncode == -signal.SIGINT
     path = tmp_path / "run"
     assert err.splitlines()[-1] == f'KeyboardInterrupt: tf2dist: stopped by Ctrl-C; add run_dir="{path}" to go on'
@@ -191,7 +191,7 @@ def test_a_prediction_goes_on_with_another_number_of_workers(tmp_path: Path, no_
     os.rename(marked, tmp_path / "kept.npz")
     np.savez(marked, np.full([16, 2], -1, "float32"))
     process = start(tmp_path, 1)
-    process.communicate(timeout=100)
+    process.communicate(timeout=100 * slowness())
     assert process.returncode == 0
     result = np.load(tmp_path / "result.npy")
     rows = slice(16 * int(marked.stem), 16 * int(marked.stem) + 16)
@@ -207,7 +207,7 @@ def test_an_error_of_the_users_code_is_told(tmp_path: Path) -> None:
     model = SLOW.replace("time.sleep(0.1)", "assert x.max() < 790, 'too large'")
     (tmp_path / "slow.py").write_text(model)
     command = [sys.executable, "-c", CALL, "2"]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100 * slowness())
     assert finished.returncode == 1
     assert "AssertionError: too large" in finished.stderr
     assert re.search(r"worker-\d: .*\(.*slow.py:5\)$", finished.stderr.splitlines()[-1])
@@ -243,7 +243,7 @@ print(predictions if predictions is None else float(abs(predictions - 2 * slow.x
         )
         for job in ("chief", "worker")
     ]
-    outs = [process.communicate(timeout=110) for process in processes]
+    outs = [process.communicate(timeout=110 * slowness()) for process in processes]
     assert [out.splitlines()[-1:] for out, _ in outs] == [["0.0"], ["None"]], outs
     logs = [(tmp_path / "run" / "logs" / f"worker-{index}.log").read_text() for index in (0, 1)]
     assert all("range " in log for log in logs), "both have worked"

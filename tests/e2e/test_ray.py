@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import start_module
+from tests.conftest import slowness, start_module
 from tests.fake_gpu import FakeGpus, why_not
 
 pytestmark = [
@@ -81,7 +81,7 @@ def environment() -> Iterator[dict[str, str]]:
             yield env | {"RAY_ADDRESS": address}
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=60)
+                process.communicate(timeout=60 * slowness())
             process.kill()
             for left in processes(mark):
                 left.kill()

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tf2dist
-from tests.conftest import Command, Finished
+from tests.conftest import Command, Finished, slowness
 from tf2dist import data, evaluate, export
 from tf2dist.config.schema import DataConfig
 from tf2dist.errors import ConfigError, DataError, InstallationError, RequestError
@@ -82,7 +82,7 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 def typed(module: str, *arguments: str | Path, folder: Path) -> Finished:
     """``python -m tf2dist.MODULE ...`` as a user types it."""
     command = [sys.executable, "-m", f"tf2dist.{module}", *map(str, arguments)]
-    completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120 * slowness())
     return Finished(completed.returncode, completed.stdout, completed.stderr, folder)
 
 
@@ -109,7 +109,7 @@ def test_a_saved_model_gives_the_outputs_of_the_trained_one(
     assert (finished.code, finished.stdout, finished.stderr) == (0, f"{tmp_path / 'out'}\n", told)
     np.save(tmp_path / "x.npy", test_set.x)
     command = [sys.executable, "-c", ALONE, *(str(tmp_path / name) for name in ("out", "x.npy", "y.npy"))]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, timeout=120 * slowness(), capture_output=True)
     outputs = np.load(tmp_path / "y.npy")
     expected = tf2dist.load_model(digits).predict(test_set.x, verbose=0)
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
@@ -208,7 +208,7 @@ def test_predictions_of_the_test_set_are_printed_and_drawn(digits: Path, tmp_pat
 def test_a_reader_that_leaves_is_no_error(digits: Path, test_set: data.Arrays, tmp_path: Path) -> None:
     np.save(tmp_path / "many.npy", np.repeat(test_set.x, 30, axis=0))
     command = f"{sys.executable} -m tf2dist.predict {digits} {tmp_path}/many.npy | head -n 1; echo ${{PIPESTATUS[0]}}"
-    completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120 * slowness())
     assert completed.stderr == f"predict: loading the model of {digits}\n"
     assert completed.stdout.splitlines()[-1] == "0"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ended, our_processes, start_module, wait_until
+from tests.conftest import ended, our_processes, slowness, start_module, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["-m", "data=digits", "model=softmax", "cluster=local1", "optimizer=sgd"]
@@ -90,7 +90,7 @@ def test_the_job_of_a_killed_sweep_ends_too(tmp_path: Path) -> None:
     log = tmp_path / "sweep" / "0" / "logs" / "worker-0.log"
     wait_until(lambda: log.exists() and "global_step=" in log.read_text(), process)
     process.kill()
-    process.communicate(timeout=60)
-    _, left = psutil.wait_procs([each for each in our_processes() if each not in others], timeout=60)
+    process.communicate(timeout=60 * slowness())
+    _, left = psutil.wait_procs([each for each in our_processes() if each not in others], timeout=60 * slowness())
     assert not left, [each.cmdline() for each in left] + [log.read_text()]
     assert not (tmp_path / "sweep" / "1").exists()

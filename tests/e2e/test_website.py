@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.browser import CONTRAST, look
-from tests.conftest import PAGES, REPOSITORY
+from tests.conftest import PAGES, REPOSITORY, slowness
 
 pytestmark = pytest.mark.timeout(600)  # the page that is a notebook is run, too
 
@@ -76,7 +76,7 @@ def website(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=500 * slowness(),
     )
     assert completed.returncode == 0, completed.stderr[-3000:]
     return folder

@@ -6,6 +6,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,20 @@ def use_wrappers(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     keras.wrappers.SKLearnClassifier(keras.Sequential([keras.layers.Dense(1)]))
     keras.visualization.plot_image_gallery  # noqa: B018
     to_launcher.result({"before": before, "after": [name for name in heavy if name in sys.modules]})
+    return 0
+
+
+def generate(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
+    """Has AutoGraph write a file, and reports what is in the folder for temporary files."""
+    import tensorflow as tf
+
+    def doubled(x: Any) -> Any:
+        return x + x if x > 0 else x
+
+    tf.function(doubled)(tf.constant(1.0))
+    to_launcher.result({"pid": os.getpid(), "files": os.listdir(tempfile.gettempdir())})
+    if payload["waits"]:
+        threading.Event().wait()
     return 0
 
 

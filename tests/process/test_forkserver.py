@@ -18,6 +18,7 @@ from tf2dist.launch.failures import FailureReader
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.messages import Exited, Ready
 from tf2dist.messages import Began
+from tf2dist.tf_constants import AUTOGRAPH_FILE
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,23 @@ def test_a_fork_server_that_reaches_a_limit_is_not_worth_a_retry(
     says = "fork server failed: MemoryError; the limit on memory is reached; raise it"
     with Launcher(tmp_path, preload=("hungry",)) as launcher, pytest.raises(TrainingError, match=says):
         wait_for(launcher, Ready)
+
+
+@pytest.mark.parametrize("ends", ["by itself", "killed", "with its launcher"])
+def test_a_task_leaves_no_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with make(tmp_path) as launcher:
+        start(launcher, "worker-0", "generate", waits=ends != "by itself")
+        event = said(launcher)
+        assert any(AUTOGRAPH_FILE in name for name in event["files"]), event
+        if ends == "killed":
+            os.kill(event["pid"], signal.SIGKILL)
+        if ends != "with its launcher":
+            wait_for(launcher, Exited)
+            assert not list(folder.rglob("*"))
+    assert not list(folder.rglob("*.py*"))
 
 
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

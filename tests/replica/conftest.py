@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from tests.conftest import slowness
 from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
@@ -96,7 +97,7 @@ def settle(loops: list[Any]) -> None:
         # In a thread, since the limit of the test does not end this if the test itself was ended by it.
         joining = threading.Thread(target=_join, args=[loop._coordinator], daemon=True)
         joining.start()
-        joining.join(100)
+        joining.join(100 * slowness())
         assert not joining.is_alive(), "a call does not end"
 
 

@@ -1,6 +1,7 @@
 """Large tables of embeddings on parameter servers: their rows travel, and the result is that of Keras."""
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,9 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.errors import reason_of
 from tf2dist.process import initial_rows
+from tf2dist.task import as_own_error
 
 # So many rows are large as bfloat16, too.
 ROWS, COLUMNS, BATCH, STEPS = 33_001, 16, 50, 12
@@ -171,6 +174,34 @@ def test_an_optimizer_that_moves_all_rows_moves_them(
     changed = np.flatnonzero((before != after).any(1))
     assert set(changed) <= set(looked_up)
     assert len(changed) > len(looked_up) / 2
+
+
+def model_of_long_ids() -> keras.Model:
+    ids, item = keras.Input((3,), name="ids", dtype="int64"), keras.Input((), name="item", dtype="int32")
+    rows = layers.Flatten()(layers.Embedding(ROWS, COLUMNS, name="items")(ids))
+    model = keras.Model({"ids": ids, "item": item}, layers.Dense(1)(rows))
+    model.compile(keras.optimizers.SGD(0.5), keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+
+
+# Of the last one 32 bits are the id of a row.
+@pytest.mark.parametrize(("wrong", "split"), [(ROWS, "test"), (-ROWS - 1, "train"), (2**32 + 5, "train")])
+def test_an_id_that_a_table_has_not_is_named_with_its_layer(
+    async_loop: Callable[..., Any], publishing: Callable[..., None], wrong: int, split: str
+) -> None:
+    parts = {"train": examples(60, 1), "test": examples(60, 2)}
+    for arrays in parts.values():
+        arrays.x["ids"] = arrays.x["ids"].astype(np.int64)
+    parts[split].x["ids"][37, 1] = wrong
+    publishing(splits := data.Splits(parts["train"], test=parts["test"]))
+    loop = async_loop(config_of(), 1, 3, source=InMemorySource(model_of_long_ids, splits))
+    assert len(loop.step.tables) == 1
+    if split == "test":
+        loop.train(STEPS)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        loop.evaluate("test") if split == "test" else loop.train(STEPS)
+    told = reason_of(as_own_error(error.value))
+    assert re.fullmatch(rf"assertion failed: \[id {wrong} is not in \[0, {ROWS}\)\], in the layer \w+/items", told)
 
 
 class Tied(keras.layers.Layer):  # type: ignore[misc]

@@ -1,12 +1,17 @@
 """The texts by which errors about other tasks are told apart, by tasks that are really lost; probes try the others."""
 
+import re
 import subprocess
 import sys
+from typing import Any
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import TaskLostError
+from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.linux import unused_ports
 from tf2dist.process.tf_internals import error_texts
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
@@ -98,3 +103,51 @@ def test_a_data_error_is_found_among_several_errors() -> None:
     ):
         assert error_texts.data_error(text) == expected
     assert error_texts.data_error(f"{several}KeyError: 1") == ""
+
+
+def refuse(values: Any) -> Any:
+    raise ValueError("bad values")
+
+
+def checked(values: Any) -> Any:
+    tf.debugging.assert_less(values, 9)
+    return values
+
+
+IN_LAYERS: dict[str, Any] = {
+    "division": lambda x: x // (x - 12),
+    "shapes": lambda x: x + tf.boolean_mask(x, tf.reduce_max(x, 1) < 9),
+    "function": lambda x: tf.ensure_shape(tf.numpy_function(refuse, [x], tf.int32), x.shape),
+    "assertion": checked,
+}
+LINES = {kind: function.__code__.co_firstlineno for kind, function in IN_LAYERS.items()}
+LINES |= {"function": refuse.__code__.co_firstlineno + 1, "assertion": checked.__code__.co_firstlineno + 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "worst", "reason"),
+    [
+        ("embedding", 12, r"id 12 is not in \[0, 10\), in the layer outer/items"),
+        ("embedding", -11, r"id -11 is not in \[0, 10\), in the layer outer/items"),
+        ("division", 12, "Integer division by zero, in the layer outer/mine_1"),
+        ("shapes", 12, r"Incompatible shapes: \[4,2\] vs. \[3,2\], in the layer outer/mine_1"),
+        ("function", 12, "ValueError: bad values, in the layer outer/mine_1"),
+        ("assertion", 12, "assertion failed: .*, in the layer outer/mine_1"),
+        ("labels", 0, "Received a label value of 10 which .* range of .*, in the loss sparse_categorical_crossentropy"),
+    ],
+)
+def test_an_error_of_a_graph_names_the_layer_and_the_place(kind: str, worst: int, reason: str) -> None:
+    x = np.full([4, 2], 3, np.int32)
+    x[2, 1] = worst
+    of_kind = keras.layers.Embedding(10, 3, name="items")
+    if kind in IN_LAYERS:
+        of_kind = keras.layers.Lambda(IN_LAYERS[kind], output_shape=(2,), name="mine_1")
+    layers = [of_kind, keras.layers.Rescaling(1.0), keras.layers.Flatten(), keras.layers.Dense(5)]
+    model = keras.Sequential([keras.Input([2], dtype="int32"), *layers], name="outer")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        model.fit(x, np.array([1, 10 if kind == "labels" else 0, 1, 1]), verbose=0)
+    message = FailureRecord.of("worker-0", error.value).message
+    # Without code of its own in the model, the last place is where this test calls it; a task has no such place.
+    expected = rf"InvalidArgumentError: {reason} \({__file__}:{LINES.get(kind, '[0-9]+')}\)"
+    assert re.fullmatch(expected, message), message

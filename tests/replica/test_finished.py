@@ -136,16 +136,18 @@ def registered(run_dir: Path, step: int | None) -> keras.Model:
         return tf2dist.load_model(run_dir, step)
 
 
-def test_a_lambda_is_not_executed_without_consent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("role", "words"), [("layer", "a Lambda layer"), ("loss", "a lambda as its loss")])
+def test_a_lambda_is_not_executed_without_consent(tmp_path: Path, role: str, words: str) -> None:
     def build() -> keras.Model:
         doubling = keras.layers.Lambda(lambda x: 2.0 * x, output_shape=(6,))
-        model = keras.Sequential([keras.Input((6,)), doubling, keras.layers.Dense(3)])
-        model.compile("sgd", "mse")
+        first = doubling if role == "layer" else keras.layers.Identity()
+        model = keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(3)])
+        model.compile("sgd", (lambda y, p: (y - p) ** 2) if role == "loss" else "mse")
         return model
 
     assert leave(tmp_path, build(), build) == []
     for step in (None, 7):
-        with pytest.raises(ConfigError, match="Lambda layer, which is code in the file"):
+        with pytest.raises(ConfigError, match=f"its model has {words}, which is code in the file"):
             tf2dist.load_model(tmp_path, step)
 
 

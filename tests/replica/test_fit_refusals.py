@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tf2dist
+from tf2dist.errors import FitError
 from tf2dist.fitting import refusals, request, shipping
 from tf2dist.launch import start
 from tf2dist.tf_constants import ONEDNN
@@ -94,6 +95,45 @@ class Unloadable(keras.layers.Layer):
 def unloadable() -> keras.Model:
     model = keras.Sequential([keras.Input([3]), Unloadable(1), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
+    return model
+
+
+SCALE = 2.0
+
+
+def scaled_by_lambda(**arguments: Any) -> keras.layers.Layer:
+    return keras.layers.Lambda(lambda x: sum(x * SCALE for _ in range(2)), **arguments)
+
+
+def lambda_of_a_function() -> keras.layers.Layer:
+    def twice(x: Any) -> Any:
+        return 2 * x
+
+    return keras.layers.Lambda(lambda x: twice(x))
+
+
+# By its role and what it uses; None if Keras cannot load it at all.
+LAMBDAS: dict[str, tuple[str | None, Callable[[], keras.Model]]] = {
+    "Lambda layer": ("SCALE", lambda: compiled_with(scaled_by_lambda())),
+    "Lambda layer ": ("SCALE", lambda: compiled_with(scaled_by_lambda(output_shape=(3,)))),
+    "Lambda layer  ": ("twice", lambda: compiled_with(lambda_of_a_function())),
+    "Lambda layer   ": (None, lambda: compiled_with(keras.layers.Lambda(lambda x, by=SCALE: x * by))),
+    "mask": ("SCALE", lambda: compiled_with(keras.layers.Lambda(lambda x: x, mask=lambda inputs, mask: SCALE))),
+    "loss": ("SCALE", lambda: compiled_with(loss=lambda y, p: SCALE * (y - p) ** 2)),
+    "loss ": ("SCALE", lambda: compiled_with(loss={"last": lambda y, p: SCALE * (y - p) ** 2})),
+    "metric": ("SCALE", lambda: compiled_with(metrics=["mae", lambda y, p: SCALE * (y - p)])),
+    "metric ": ("SCALE", lambda: compiled_with(weighted_metrics=[lambda y, p: SCALE * (y - p)])),
+    "activation": (None, lambda: compiled_with(keras.layers.Dense(3, activation=lambda x: 2 * x))),
+    "activation ": (None, lambda: compiled_with(keras.layers.Activation(lambda x: 2 * x))),
+    "kernel_regularizer": (None, lambda: compiled_with(keras.layers.Dense(3, kernel_regularizer=lambda w: 2 * w))),
+}
+
+
+def compiled_with(*layers: keras.layers.Layer, loss: Any = "mse", **arguments: Any) -> keras.Model:
+    inputs = keras.Input([3])
+    inner = keras.Sequential(layers) if layers else keras.layers.Identity()
+    model = keras.Model(inputs, {"last": keras.layers.Dense(1)(inner(inputs))})
+    model.compile("sgd", loss, **arguments)
     return model
 
 
@@ -193,6 +233,26 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "supervise", lambda *args: pytest.fail("a wrong call is run"))
     return tmp_path
+
+
+@pytest.mark.parametrize("role", LAMBDAS)
+def test_a_lambda_that_would_fail_in_the_tasks_is_refused(role: str, nothing_starts: Path) -> None:
+    used, make = LAMBDAS[role]
+    with pytest.raises(FitError) as error:
+        tf2dist.fit(make(), X, {"last": Y}, epochs=1)
+    what = f"the lambda of its {role.strip()} uses {used}, which Keras does not save with it"
+    if used is None:
+        what = f"has a lambda as its {role.strip()}, which Keras saves but cannot load again"
+    assert f"{what}; give a function with a name in its place, or a function that builds the model" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_lambda_without_its_source_is_refused(nothing_starts: Path) -> None:
+    loss = eval("lambda y, p: (y - p) ** 2")
+    with pytest.raises(
+        FitError, match=r"Keras cannot save it \(could not get source code\); give a function that builds"
+    ):
+        tf2dist.fit(compiled_with(loss=loss), X, {"last": Y}, epochs=1)
 
 
 @pytest.mark.parametrize("what", REFUSED)

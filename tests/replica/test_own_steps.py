@@ -149,6 +149,9 @@ REFUSED: dict[str, Callable[[], keras.Model]] = {
     "its train_step returns all, which is no single number": lambda: linear(
         train_step=told(Linear.train_step, {"all": tf.ones([3])})
     ),
+    "its test_step returns all, which is no single number": lambda: linear(
+        test_step=lambda self, data: {"all": "a text"}
+    ),
     "its train_step applies a LossScaleOptimizer.*auto_scale_loss=False": scaled,
     "its train_step fails .division by zero .*test_own_steps.py:": lambda: linear(train_step=lambda self, data: 1 / 0),
     "its test_step applies an optimizer": lambda: linear(test_step=Linear.train_step),
@@ -164,6 +167,27 @@ def test_a_step_that_cannot_run_here_is_refused(says: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}") as raised:
         step_of(REFUSED[says])
     assert "\n" not in str(raised.value)
+
+
+NO_NUMBERS = {
+    "text": "fine",
+    "tensor of text": tf.constant("fine"),
+    "None": None,
+    "complex": 1j,
+    "nested lists": [[1.0], [2.0]],
+    "ragged": tf.RaggedTensor.from_row_lengths([1.0, 2.0], [2, 0]),
+    "sparse": tf.sparse.from_dense([0.0, 1.0]),
+    "metric": keras.metrics.Mean(),
+    "dict": {"inner": "fine"},
+}
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_what_a_step_returns_must_be_numbers(kind: str) -> None:
+    logs = {"error": np.float32(1), "whole": 3, "is": True, "inner": NO_NUMBERS[kind]}
+    message = r"^model \(given\): its train_step returns inner, which is no single number; return its mean, or the .*$"
+    with pytest.raises(ConfigError, match=message):
+        step_of(lambda: linear(train_step=told(Linear.train_step, logs)))
 
 
 def twice(self: Linear, data: Any) -> Any:

@@ -20,7 +20,7 @@ from tf2dist.finished.archives import sizes as sizes_of
 from tf2dist.finished.archives import unpack
 from tf2dist.finished.names import MODEL, OPTIMIZER, fill, lack_of_memory, may_be_in_file
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
-from tf2dist.model.saved import without_optimizer
+from tf2dist.model.saved import ROLES, config_in, lambdas_in, without_optimizer
 from tf2dist.process.file_tables import LARGE_BYTES, Tables
 from tf2dist.process.tf_internals import error_texts
 
@@ -231,13 +231,18 @@ def _loaded(path: Path, load: Callable[[], Any]) -> Any:
         text = error_texts.whole_text(error)
         if unknown := error_texts.unknown_code(text):
             raise UnknownCode(path.parent, *unknown) from None
-        # Never loaded without safe mode: a model file may come from somebody else, and a Lambda layer in it is code.
+        # Never loaded without safe mode: a model file may come from somebody else, and a lambda in it is code.
         if error_texts.is_unsafe_code(text):
             raise ConfigError(
-                f"run_dir ({path.parent}): its model has a Lambda layer, which is code in the file; if you trust the "
-                "file, call keras.config.enable_unsafe_deserialization() first"
+                f"run_dir ({path.parent}): its model has {_lambda_in(path)}, which is code in the file; if you trust "
+                "the file, call keras.config.enable_unsafe_deserialization() first"
             ) from None
         raise _damaged(path, error) from error
+
+
+def _lambda_in(path: Path) -> str:
+    roles = [found.role for found in lambdas_in(config_in(path))]
+    return f"a lambda as its {roles[0]}" if roles and roles[0] != ROLES["function"] else "a Lambda layer"
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

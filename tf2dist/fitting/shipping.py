@@ -35,12 +35,13 @@ from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.model.own_step import has_own_step, optimizers_of
 from tf2dist.model.plan import EpochPlan
-from tf2dist.model.saved import leave_out_optimizer
+from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer
 from tf2dist.process.file_tables import Tables
 from tf2dist.process.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
 
 JOB, MODEL, TABLES, BUILD, CUSTOM = "job.json", "model", "tables", "build.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"
+NO_LAMBDA = "give a function with a name in its place, or a function that builds the model"
 is_task = False  # whether this process is a task that has read a job
 
 
@@ -116,12 +117,14 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
     try:
         # Not zipped, for which Keras would hold all weights in memory once more.
         keras.saving.save_model(model, folder / MODEL, zipped=False)
-    except OSError:  # a full disk, which `ship` reports
-        raise
     except Exception as error:  # get_config of the user's layers may raise anything
+        if isinstance(error, OSError) and error.errno:  # a full disk, which `ship` reports
+            raise
         raise FitError(
             f"model ({model.name}): Keras cannot save it ({reason_of(error)}); give a function that builds it instead"
         ) from None
+    lambdas = lambdas_in(config_in(folder / MODEL))
+    _check_lambdas(model.name, lambdas)
     objects, pickles = pickling.custom_objects(model)
     if not trains:
         leave_out_optimizer(folder / MODEL, objects)
@@ -131,6 +134,8 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
     try:
         copy = load_sent_model(folder, objects)
     except Exception as error:
+        if found := [found for found in lambdas if not found.is_loadable]:
+            raise _unloadable(model.name, found[0]) from None
         raise FitError(
             f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
@@ -141,6 +146,23 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
             "loads the model; make all layers with their shapes in its __init__, or give a function that builds it"
         )
     return copy
+
+
+def _check_lambdas(name: str, lambdas: list[Lambda]) -> None:
+    """Refuses a lambda that would fail in the tasks, or would find other things under its names."""
+    for found in lambdas:
+        try:
+            lost = found.lost_name() if found.is_loadable else ""
+        except Exception:  # Keras cannot load one with default arguments
+            raise _unloadable(name, found) from None
+        if lost:
+            where = f"the lambda of its {found.role}"
+            raise FitError(f"model ({name}): {where} uses {lost}, which Keras does not save with it; {NO_LAMBDA}")
+
+
+def _unloadable(name: str, found: Lambda) -> FitError:
+    reason = f"has a lambda as its {found.role}, which Keras saves but cannot load again"
+    return FitError(f"model ({name}): {reason}; {NO_LAMBDA}")
 
 
 def _check_compiled(model: keras.Model, copy: keras.Model) -> None:

@@ -17,12 +17,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
 from tf2dist.interpreter import import_lazily
+from tf2dist.launch import generated_files
 from tf2dist.launch.messages import Exited, Forward, Ready, Start, Started, ToServer
 from tf2dist.messages import DROPPABLE, ToLauncher
 from tf2dist.packing import pack, unpack
@@ -48,7 +49,7 @@ def poster(sock: socket.socket) -> Post:
     return post
 
 
-def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int) -> int:
+def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int, generated: int) -> int:
     """The forked child: log file, module path, then ``target(payload, to_launcher) -> exit code``."""
     # A group of its own, so that a kill reaches what the task itself has started.
     os.setpgid(0, 0)
@@ -57,6 +58,7 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int) 
         signal.signal(number, signal.SIG_DFL)
     # The pipe is the server's: a signal to this task would wake the server.
     signal.set_wakeup_fd(-1)
+    generated_files.note(generated)
     log = open_log(request.log)
     os.dup2(inbox, 0)
     os.dup2(log, 1)
@@ -67,10 +69,30 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int) 
     return int(target(request.payload, ToLauncher(request.task, poster(sock))))
 
 
-def fork_task(request: Start, sock: socket.socket) -> tuple[int, int]:
-    """Forks one task; returns its process id, and the end of a pipe that leads to its standard input."""
+class Forked(NamedTuple):
+    """A task that was forked.
+
+    Attributes:
+        name: of the task.
+        inbox: the end of a pipe that leads to its standard input.
+        generated: see `generated_files`.
+    """
+
+    name: str
+    inbox: int
+    generated: int
+
+    def close(self) -> None:
+        """Once the task has ended."""
+        os.close(self.inbox)
+        generated_files.remove(self.generated)
+
+
+def fork_task(request: Start, sock: socket.socket) -> tuple[int, Forked]:
+    """Forks one task; returns its process id."""
     parent_pid = os.getpid()
     read_end, write_end = os.pipe()
+    generated = generated_files.new_list()
     pid = os.fork()
     if pid:
         os.close(read_end)
@@ -78,10 +100,10 @@ def fork_task(request: Start, sock: socket.socket) -> tuple[int, int]:
         os.set_blocking(write_end, False)
         with contextlib.suppress(OSError):  # the child does the same; either may come first
             os.setpgid(pid, pid)
-        return pid, write_end
+        return pid, Forked(request.task, write_end, generated)
     code = 1
     try:
-        code = run_child(request, sock, parent_pid, read_end)
+        code = run_child(request, sock, parent_pid, read_end, generated)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -101,7 +123,7 @@ def forward(inbox: int | None, line: str) -> None:
             os.write(inbox, line.encode() + b"\n")
 
 
-def reap(tasks: dict[int, str], inboxes: dict[str, int], post: Post) -> None:
+def reap(tasks: dict[int, Forked], post: Post) -> None:
     """Reports every task that has ended; a negative code is the signal that killed it."""
     while tasks:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -110,9 +132,9 @@ def reap(tasks: dict[int, str], inboxes: dict[str, int], post: Post) -> None:
         code = os.waitstatus_to_exitcode(status)
         kill_group(pid)  # processes that the task has started and left behind
         if pid in tasks:
-            name = tasks.pop(pid)
-            os.close(inboxes.pop(name))
-            post(Exited(name, code, time.time()))
+            task = tasks.pop(pid)
+            task.close()
+            post(Exited(task.name, code, time.time()))
 
 
 def kill_group(pid: int) -> None:
@@ -123,34 +145,35 @@ def kill_group(pid: int) -> None:
 def serve(sock: socket.socket, wakeup: int) -> int:
     """Forks tasks until the launcher's end of the socket closes, then kills what still runs; returns the exit code."""
     post = poster(sock)
-    tasks: dict[int, str] = {}
-    inboxes: dict[str, int] = {}
+    tasks: dict[int, Forked] = {}
     try:
         while True:
             ready, _, _ = select.select([sock.fileno(), wakeup], [], [])
             if wakeup in ready:
                 os.read(wakeup, 4096)
-                reap(tasks, inboxes, post)
+                reap(tasks, post)
             if sock.fileno() in ready:
                 packet = sock.recv(MAX_PACKET_BYTES)
                 if not packet:
                     return 0
                 request = unpack(packet, ToServer)
                 if isinstance(request, Forward):
+                    inboxes = {task.name: task.inbox for task in tasks.values()}
                     forward(inboxes.get(request.task), request.line)
                     continue
                 try:
-                    pid, inboxes[request.task] = fork_task(request, sock)
+                    pid, task = fork_task(request, sock)
                 except OSError as error:  # no more processes or memory
                     print(f"cannot start {request.task}: {error}", file=sys.stderr, flush=True)
                     return 1
-                tasks[pid] = request.task
+                tasks[pid] = task
                 post(Started(request.task, pid))
     except OSError:  # the launcher is gone
         return 0
     finally:
-        for pid in tasks:
+        for pid, task in tasks.items():
             kill_group(pid)
+            task.close()
 
 
 def main() -> None:

@@ -83,6 +83,18 @@ def _is_within_loop(tensor: tf.Tensor, graph: tf.Graph) -> bool:
     )
 
 
+def checked(ids: tf.Tensor, rows: int) -> tf.Tensor:
+    """Ids of rows, of which `reading` has made the negative ones count from the end, if a table has them all.
+
+    Otherwise it is an error of the graph, in the layer. Where the rows lie an id is another number.
+    """
+    wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= rows))[:1]
+    wrong = tf.where(wrong < 0, wrong - rows, wrong)
+    text = tf.strings.join(["id ", tf.strings.as_string(wrong), f" is not in [0, {rows})"])
+    with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [text])]):
+        return tf.identity(ids)
+
+
 class RowReader:
     """Reads the rows of tables from those that were fetched for a batch; see `reading`.
 
@@ -154,7 +166,7 @@ class LookupTrace:
         unknown = list(values)
 
         def read(table: keras.Variable, wanted: tf.Tensor) -> tf.Tensor:
-            ids[id(table)].append(tf.reshape(tf.cast(wanted, tf.int32), [-1]))
+            ids[id(table)].append(tf.reshape(tf.cast(checked(wanted, table.shape[0]), tf.int32), [-1]))
             if sum(map(len, ids.values())) == self._num_calls:
                 raise _AllFound
             unknown.append(tf.compat.v1.placeholder(table.dtype, [*wanted.shape, table.shape[1]]))

@@ -366,9 +366,18 @@ def _logged(logs: Any, results: Results) -> dict[str, tuple[keras.metrics.Metric
     logged = {}
     for name, value in _flat(logs).items():
         logged[name] = results.get(id(value), (None,))[1:] or None
-        if logged[name] is None and tf.convert_to_tensor(value).shape.rank != 0:
+        if logged[name] is None and not _is_number(value):
             raise ConfigError(f"returns {name}, which is no single number; return its mean, or the result of a metric")
     return logged
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        tensor = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):  # None, and what is no tensor, such as a ragged one
+        return False
+    kind = tensor.dtype
+    return bool(tensor.shape.rank == 0 and (kind.is_floating or kind.is_integer or kind.is_bool))
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

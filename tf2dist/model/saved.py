@@ -1,9 +1,13 @@
 """What Keras has saved of a model."""
 
+import builtins
+import dis
 import json
-from collections.abc import Mapping
+import types
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import keras
@@ -14,6 +18,88 @@ METHODS = (
     *("compile", "compile_from_config", "compute_loss", "compute_metrics", "get_metrics_result", "metrics"),
     *("test_step", "predict_step", "make_test_function", "make_predict_function", "evaluate", "predict", "export"),
 )
+# By the keys in a configuration under which lambdas stand, what they are there; others are called by the key itself.
+ROLES = {"function": "Lambda layer", "loss": "loss", "metrics": "metric", "weighted_metrics": "metric"}
+
+
+class Lambda(NamedTuple):
+    """A lambda in the configuration of a model.
+
+    Attributes:
+        role: such as "Lambda layer", "loss", "metric", "activation".
+        config: as Keras has saved it.
+    """
+
+    role: str
+    config: dict[str, Any]
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether Keras can load it again, which it cannot as an activation, an initializer or a regularizer."""
+        return self._is_of_layer or self.role in ROLES.values()
+
+    def _load(self) -> types.FunctionType:
+        config = self.config
+        if self._is_of_layer:
+            layer = {"function": self.config, "name": "of_lambda"}
+            config = {"module": "keras.layers", "class_name": "Lambda", "config": layer, "registered_name": None}
+        loaded: Any = keras.saving.deserialize_keras_object(config, safe_mode=False)
+        function: types.FunctionType = loaded.function if self._is_of_layer else loaded
+        return function
+
+    @property
+    def _is_of_layer(self) -> bool:
+        """Whether it is one of those that a Lambda layer has, its mask or output_shape among them."""
+        return "code" in self.config.get("config", {})
+
+    def lost_name(self) -> str:
+        """A name that it uses and that Keras does not save with it; "" if there is none.
+
+        Only for one that is the user's own: its code is loaded.
+        """
+        function = self._load()
+        # It is loaded among names of Keras, which mean something else, but for modules.
+        known = {name for name, value in function.__globals__.items() if isinstance(value, types.ModuleType)}
+        lost = [name for name in _globals_of(function.__code__) if name not in known | vars(builtins).keys()]
+        # Of what a function around it holds, Keras saves numbers and texts as they are, and of the rest a description.
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        lost += [name for name, cell in cells if isinstance(cell.cell_contents, dict)]
+        return (lost or [""])[0]
+
+
+def _globals_of(code: types.CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_of(constant)
+
+
+def lambdas_in(config: Any, key: str = "") -> list[Lambda]:
+    """The lambdas in a configuration, or in a part of it that stands under a key."""
+    if isinstance(config, list):
+        return [found for part in config for found in lambdas_in(part, key)]
+    if not isinstance(config, dict):
+        return []
+    # Keras leaves out the class of an activation.
+    is_code = config.keys() == {"value"} and isinstance(config["value"], list)
+    if config.get("class_name") == "__lambda__" or is_code:
+        return [Lambda(ROLES.get(key, key), config)]
+    # Losses and metrics may be given by the names of the outputs.
+    return [
+        found for name, part in config.items() for found in lambdas_in(part, key if key in list(ROLES)[1:] else name)
+    ]
+
+
+def config_in(path: Path) -> Any:
+    """The configuration in a model.keras, in the description of a run's model, or in a folder of a saved model."""
+    if path.is_dir():
+        return json.loads((path / CONFIG).read_bytes())
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return json.loads(archive.read(CONFIG))
+    return json.loads(path.read_bytes())
 
 
 def without_optimizer(config: dict[str, Any], custom_objects: Mapping[str, Any]) -> dict[str, Any] | None:
