@@ -6,7 +6,6 @@ import logging
 import os
 import shlex
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control.token import job_key
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, first_line
+from tf2dist.interpreter import without_warnings
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, make_run_dir
@@ -146,11 +146,10 @@ def draw_training(config: RunConfig, place: Place, console: Console) -> None:
 def quiet_matplotlib() -> Iterator[None]:
     """Keeps from the user that a font lacks a character, or that matplotlib has no folder for its cache."""
     logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with without_warnings():
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
             yield
-    finally:
-        logger.setLevel(level)
+        finally:
+            logger.setLevel(level)

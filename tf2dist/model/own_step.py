@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf2dist.data.layout import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_place
+from tf2dist.interpreter import process_wide
 from tf2dist.model.call_scope import read_directly
 from tf2dist.model.gathering import num_calls
 from tf2dist.model.metrics import LoggedMetrics
@@ -300,7 +301,8 @@ def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) 
     Raises:
         ConfigError: a step fails.
     """
-    prepare_process()
+    with process_wide:
+        prepare_process()
     intercept_updates(optimizers_of(model))
     for method, batch in (("train_step", layout), ("test_step", tested)):
         if batch is None:
