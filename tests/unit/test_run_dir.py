@@ -153,6 +153,14 @@ def test_streams_that_are_closed_or_full(tmp_path: Path) -> None:
         assert (completed.returncode, completed.stdout, completed.stderr) == (2, "", ""), redirection
 
 
+def test_too_few_files(tmp_path: Path) -> None:
+    completed = run("ulimit -n 40; $TF2DIST data=digits run_dir=run", tmp_path)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    text = "tf2dist: error: ulimit -n (40): a process may open too few files for a task; raise it to 64 or more\n"
+    assert completed.stderr == text
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
     for flag in ("--help", "--cfg job"):
         completed = run(f"set -o pipefail; (sleep 1; $TF2DIST {flag}) | true; echo $?", tmp_path)

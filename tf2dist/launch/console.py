@@ -172,11 +172,11 @@ class Console:
                 print(text, file=self._stream, flush=True)
 
 
-def prepare_streams() -> None:
-    """Makes sure that stdin, stdout and stderr exist and take every character.
+def open_standard_descriptors() -> None:
+    """Makes sure that the descriptors 0, 1 and 2 are open.
 
-    If a stream was closed (``2>&-``), the next file that is opened gets its number, and what is meant for the
-    terminal ends up there. On an ASCII terminal other characters are spelled out.
+    If one was closed (``2>&-``), the next file that is opened gets its number, and what is meant for the terminal ends
+    up there.
     """
     for number in range(3):
         try:
@@ -184,6 +184,12 @@ def prepare_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
+
+
+def prepare_streams() -> None:
+    """Makes sure that stdin, stdout and stderr exist and take every character; an ASCII terminal gets others spelled
+    out."""
+    open_standard_descriptors()
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shlex
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import StopRequests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
+MIN_OPEN_FILES = 64  # with three tasks 30 are enough, and below that they end in many ways
 SILENT_SECS = 3.0  # of drawing, after which a line says so; usually it takes one
 
 
@@ -93,11 +95,16 @@ def check_simulated(config: RunConfig, cluster: Cluster) -> None:
 
 
 def check_size(config: RunConfig, cluster: Cluster) -> None:
-    """Checks that the configuration fits into the one packet to a task.
+    """Checks that the configuration fits into the one packet to a task, and that tasks may open the files they need.
 
     Raises:
-        ConfigError: it would be too long.
+        ConfigError: it would be too long, or they may not.
     """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"ulimit -n ({limit}): a process may open too few files for a task; raise it to {MIN_OPEN_FILES} or more"
+        )
     length = len(json.dumps([config.to_yaml(), cluster.jobs]).encode())
     if length > MAX_PAYLOAD_BYTES:
         raise ConfigError(
