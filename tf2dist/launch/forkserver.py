@@ -42,7 +42,7 @@ def poster(sock: socket.socket) -> Post:
     """
 
     def post(message: Any) -> None:
-        flags = socket.MSG_NOSIGNAL | (socket.MSG_DONTWAIT if isinstance(message, DROPPABLE) else 0)
+        flags = socket.MSG_DONTWAIT if isinstance(message, DROPPABLE) else 0
         with contextlib.suppress(BlockingIOError):
             sock.send(pack(message), flags)
 

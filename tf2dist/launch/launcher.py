@@ -138,7 +138,7 @@ class Launcher:
         path = None if sys_path is None else tuple(sys_path)
         start = Start(name, target, payload, str(log_path(self.log_dir, name)), path)
         try:
-            self._send(start)
+            self._sock.send(pack(start))
         except OSError:
             self._give_up()
 
@@ -226,11 +226,7 @@ class Launcher:
         """
         if name in self.tasks:
             with contextlib.suppress(OSError):  # the server has ended, and `events` will raise that
-                self._send(Forward(name, pack(message).decode()))
-
-    def _send(self, message: Start | Forward) -> None:
-        # Without a signal: a program that calls `fit` may have given SIGPIPE its default effect, which would end it.
-        self._sock.send(pack(message), socket.MSG_NOSIGNAL)
+                self._sock.send(pack(Forward(name, pack(message).decode())))
 
     def signal(self, name: str, signum: int, alone: bool = False) -> None:
         """Sends a signal to the task and to what it has started, or to it alone, if it still runs."""

@@ -96,7 +96,7 @@ class Peers:
         try:
             while unsent:
                 view = unsent[0]
-                count = sock.send(view, socket.MSG_NOSIGNAL)
+                count = sock.send(view)
                 if count < len(view):
                     unsent[0] = view[count:]
                 else:
