@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from hydra import version
@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config.choices import CONF_MODULE, PLUGIN_GROUPS, choices_by_option, groups
+from tf2dist.config.choices import PLUGIN_GROUPS, choices_by_option, conf_folder, groups
 from tf2dist.config.schema import OPTIONS, SECTIONS
 from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, defaults, first_line
 from tf2dist.errors import ConfigError, nearest
@@ -56,7 +56,7 @@ class ConfigSource:
     def search_path(self) -> ConfigSearchPath:
         search_path = create_config_search_path(_address(self.path))
         anchor = SearchPathQuery(provider="schema")
-        search_path.prepend("tf2dist" if self.path else "main", f"pkg://{CONF_MODULE}", anchor)
+        search_path.prepend("tf2dist" if self.path else "main", f"file://{conf_folder()}", anchor)
         if folder := _address(self.folder):
             search_path.prepend("command-line", folder, anchor)
         return search_path
@@ -81,8 +81,6 @@ class Loader(ConfigLoaderImpl):
 
     Hydra composes every configuration through it: of a run, of each job of a sweep, and those that flags show.
     """
-
-    known: ClassVar = frozenset({*groups(), *OPTIONS, *SECTIONS})
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
@@ -269,15 +267,16 @@ def _key(override: str) -> str:
 
 def _unknown(composed: DictConfig) -> Iterator[str]:
     """The dotted names in a configuration that the schema does not have."""
+    known = {*groups(), *OPTIONS, *SECTIONS}
     # Unresolved: an option may refer to something that is known only later.
     for name, value in as_written(composed).items():
         if name == "hydra":
             continue
-        if name not in Loader.known:
+        if name not in known:
             inner = next(iter(value), "") if isinstance(value, dict) else ""
             yield f"{name}.{inner}" if inner else str(name)
         elif name not in PLUGIN_GROUPS and isinstance(value, dict):
-            yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in Loader.known)
+            yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in known)
 
 
 def _suggestion(key: str, composed: DictConfig) -> str:

@@ -21,7 +21,7 @@ from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
 from tf2dist.errors import DataError
 from tf2dist.interpreter import child_environment, code_command
-from tf2dist.requirements import tested_versions
+from tf2dist.requirements import installed_version, tested_versions
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, then 60 and MNIST in each task
@@ -59,7 +59,7 @@ def versions() -> Iterator[Finding]:
     yield _version("python", platform.python_version(), tested["python"])
     for package in PACKAGES:
         try:
-            yield _version(package, metadata.version(package), tested.get(package, SpecifierSet()))
+            yield _version(package, installed_version(package), tested.get(package, SpecifierSet()))
         except metadata.PackageNotFoundError:
             yield Finding("fail", "versions", f"{package} is not installed", "install tf2dist with its requirements")
 
