@@ -45,7 +45,6 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert files(site / "tf2dist", "*.yaml") == {Path("conf", name) for name in files(REPOSITORY / "conf", "*.yaml")}
     # A clone hides what is installed from those who stand in it, and is not installed itself.
     in_clone = [sys.executable, "-c", WITHOUT_EDITABLE]
-    shutil.rmtree(source / "build")
     assert f"file://{source}/conf" in run(*in_clone, "--info", "searchpath", cwd=source, env=env)
     assert "name: cnn" in run(*in_clone, "--cfg", "job", "model=cnn", cwd=source, env=env)
     shutil.rmtree(source / "conf")
