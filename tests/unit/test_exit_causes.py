@@ -16,7 +16,8 @@ from tf2dist.launch.exit_causes import FILE_LIMIT, MEMORY_LIMIT, THREAD_LIMIT, T
         (1, "cannot start worker-0: [Errno 11] Resource temporarily unavailable\n", THREAD_LIMIT),
         (
             -signal.SIGABRT,
-            "F0000 env.cc:123] Check failed: ret == 0 Thread tf_ creation via pthread_create() failed.\n",
+            "F0000 env.cc:123] Check failed: ret == 0 Thread tf_ creation via pthread_create() failed.\n"
+            + "    @     0x7fe4dcd94e22  tsl::(anonymous namespace)::PThread::PThread()\n" * 20,
             THREAD_LIMIT,
         ),
         (1, "RuntimeError: can't start new thread\n", THREAD_LIMIT),

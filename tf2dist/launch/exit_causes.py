@@ -28,6 +28,7 @@ LIMITS = (
     (re.compile(r"[Tt]oo many open files"), FILE_LIMIT),
 )
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+FRAME = "    @ "
 TAIL_LINES = 15  # further up a library may mention a limit that did no harm
 
 
@@ -43,7 +44,8 @@ def limit_reached(code: int, log: str) -> str:
     # C++ aborts when memory or a thread is refused. After any other signal the log says nothing about the cause.
     if code < 0 and code != -signal.SIGABRT:
         return ""
-    tail = "\n".join(log.splitlines()[-TAIL_LINES:])
+    # Below its reason a library in C++ lists its stack, which may have any number of lines.
+    tail = "\n".join([line for line in log.splitlines() if not line.startswith(FRAME)][-TAIL_LINES:])
     return next((text for pattern, text in LIMITS if pattern.search(tail)), "")
 
 
