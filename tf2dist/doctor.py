@@ -27,8 +27,10 @@ from tf2dist.control import token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
 from tf2dist.launch import machine, tensorflow_findings
+from tf2dist.launch.console import prepare_streams
 from tf2dist.launch.machine import Finding
 from tf2dist.launch.start import check_simulated
+from tf2dist.signals import reset_inherited
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
 # Answers that no waiting changes: a connection that is refused may be accepted later.
@@ -39,6 +41,8 @@ Check = Callable[[], Iterator[Finding]]
 def main(argv: list[str] | None = None) -> NoReturn:
     """Prints the findings of one command line as they come, and exits."""
     arguments = sys.argv[1:] if argv is None else argv
+    reset_inherited()
+    prepare_streams()
     files.settle_home()
     try:
         sys.exit(report(arguments))

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,22 @@ def make_private(folder: Path) -> None:
 
 
 def is_path(text: Any) -> bool:
-    """Whether a value is a valid path, perhaps with ~ for the home directory; the file need not exist."""
+    """Whether a value is a valid path, perhaps with ~ for the home directory; the file need not exist.
+
+    Raises:
+        ConfigError: Python and TensorFlow would take it for different names, because of the locale.
+    """
     if not isinstance(text, str):  # a list in a configuration may hold anything
         return False
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and not text.isascii():
+        from tf2dist.errors import ConfigError  # which writes files by this module
+
+        shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        raise ConfigError(
+            f"{shown}: has letters that Python takes for {encoding} in this locale, and TensorFlow for UTF-8; set "
+            "PYTHONUTF8=1"
+        )
     try:
         text.encode()  # TensorFlow accepts names in UTF-8 only
         os.lstat(os.path.expanduser(text))

@@ -1,11 +1,14 @@
 """Python itself: commands and environments of child processes, and modules that are imported when they are used."""
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from tf2dist.tf_constants import UNUSED_MODULES
@@ -14,6 +17,18 @@ SECRETS = ("TF2DIST_TOKEN", "TF2DIST_TOKEN_FILE")  # the token of a job's contro
 
 SAME_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1))\n"
 CALL_MAIN = "import importlib; importlib.import_module(sys.argv.pop(1)).main()"
+
+# For what a process has one of, such as the filters of warnings: held by a thread from its change until it is put back.
+# Runs of `fit` may be side by side in threads, and each would put back what another one has changed.
+process_wide = threading.RLock()
+
+
+@contextlib.contextmanager
+def without_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
+    """Ignores the warnings of a category whose text begins with a pattern."""
+    with process_wide, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message, category)
+        yield
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -50,6 +50,7 @@ from tf2dist.engines import compose, jobset, kubernetes, ray, slurm, trainjob
 from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError, RequestError, nearest
 from tf2dist.launch.command import report
+from tf2dist.signals import reset_inherited
 
 KUBECTL = ("kubectl", "apply", "--filename", "-")
 OF_PODS = ("gpus", "cpus", "memory", "image", "queue")
@@ -108,6 +109,7 @@ ENGINES = {
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Prints one request, and exits: 2 if it is wrong, and with --submit the exit code of the engine's command."""
+    reset_inherited()
     files.settle_home()
     try:
         sys.exit(run(sys.argv[1:] if argv is None else argv))

@@ -24,13 +24,29 @@ def tested_versions() -> dict[str, SpecifierSet]:
     return {"python": SpecifierSet(about["Requires-Python"] or ""), **tested}
 
 
+def installed_version(module: str) -> str:
+    """The version of the package that a module comes from, which may have another name, as keras-nightly has.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: there is none.
+    """
+    try:
+        version = metadata.version(module)
+    except metadata.PackageNotFoundError:
+        others = metadata.packages_distributions().get(module)
+        if not others:
+            raise
+        version = metadata.version(others[0])
+    return version or "unknown"  # None where the metadata is damaged
+
+
 def untested(packages: Iterable[str]) -> list[str]:
     """Those packages that are there in another version than the tested ones, such as "keras 3.16.0"."""
     untested_packages = []
     with contextlib.suppress(metadata.PackageNotFoundError):
         tested = tested_versions()
         for package in packages:
-            version = metadata.version(package)
+            version = installed_version(package)
             if not tested[package].contains(version, prereleases=True):
                 untested_packages.append(f"{package} {version}")
     return untested_packages

@@ -26,6 +26,16 @@ def name_of(number: int) -> str:
     return NAMES.get(number, f"signal {number}")  # type: ignore[call-overload, no-any-return]
 
 
+def reset_inherited() -> None:
+    """Undoes what the program that has started this one may have set, before this one has threads.
+
+    A blocked signal would never arrive, so that nothing could stop this process; an ignored SIGCHLD hides the exit
+    codes of children.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def end_at_once(descriptor: int = 2) -> None:
     """Makes each of the signals end this process with one line of output, until `Signals` takes over.
 
@@ -46,6 +56,7 @@ def end_at_once(descriptor: int = 2) -> None:
 
     for number in handled_signals():
         signal.signal(number, end)
+    reset_inherited()
 
 
 @contextlib.contextmanager

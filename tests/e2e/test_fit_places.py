@@ -140,6 +140,37 @@ print(result.summary["global_step"] >= 6)
     assert goes_on == "True"
 
 
+def test_threads_of_a_program_train_side_by_side_and_are_saved_when_it_is_interrupted(tmp_path: Path) -> None:
+    code = """
+import threading
+model = build()
+
+def train(model, epochs, *callbacks):
+    result = tf2dist.fit(model, x, x.sum(1), epochs=epochs, callbacks=list(callbacks), **given)
+    print(result.summary["global_step"], flush=True)
+
+given["cluster"] = tf2dist.Local(workers=1)
+
+short = threading.Thread(target=train, args=(model, 2))
+long = threading.Thread(target=train, args=(build, 10_000, Slowly()))
+short.start()
+long.start()
+predictions = tf2dist.predict(build, x, verbose=0, cluster=given["cluster"])
+print(len(predictions), flush=True)
+short.join()
+pathlib.Path("joined").touch()
+long.join()
+"""
+    process = start(tmp_path, BEGIN + SLOWLY + code)
+    wait_for(tmp_path / "joined", process)
+    wait_for(tmp_path / "trained", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=110)
+    assert sorted(out.split()) == ["12", "120"]
+    assert process.returncode == -signal.SIGINT
+    assert re.search(r"\ntf2dist: stopped by Ctrl-C; saved at step \d+; add run_dir=.*-build\" to go on\n", err)
+
+
 @pytest.mark.slow
 def test_a_callback_that_raises_ends_the_run(tmp_path: Path) -> None:
     code = """

@@ -22,6 +22,14 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
     return completed.stdout
 
 
+# python -m tf2dist in an environment that has no editable installation.
+WITHOUT_EDITABLE = """
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+runpy.run_module("tf2dist", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_the_wheel(tmp_path: Path) -> None:
     source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -40,6 +48,18 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert where.startswith(str(site))
     assert "name: cnn" in run(site / "bin" / "tf2dist", "--cfg", "job", "model=cnn", cwd=elsewhere, env=env)
     assert files(site / "tf2dist", "*.yaml") == {Path("conf", name) for name in files(REPOSITORY / "conf", "*.yaml")}
+    # A clone hides what is installed from those who stand in it, and is not installed itself.
+    in_clone = [sys.executable, "-c", WITHOUT_EDITABLE]
+    assert f"file://{source}/conf" in run(*in_clone, "--info", "searchpath", cwd=source, env=env)
+    assert "name: cnn" in run(*in_clone, "--cfg", "job", "model=cnn", cwd=source, env=env)
+    shutil.rmtree(source / "conf")
+    completed = subprocess.run(
+        [*in_clone, "--help"], cwd=source, env={**os.environ, **env}, capture_output=True, text=True
+    )
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr.startswith(
+        f"tf2dist: error: tf2dist ({source}/tf2dist): is not installed, and has no folder"
+    )
     assert {Path("comparing", name) for name in ("report.css", "report.js")} <= files(site / "tf2dist", "*.*s")
     modules = files(REPOSITORY / "tf2dist", "*.py") | {Path("conf/__init__.py")}
     assert files(site / "tf2dist", "*.py") == modules, "a package that pyproject.toml does not name"

@@ -1,5 +1,7 @@
 """Tasks that are lost, that return and that stop, and how the others learn of it."""
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -167,3 +169,22 @@ def test_stop_and_end_reach_all(enter: Meetings, source: str) -> None:
         assert participant.event(Stop, source).signum == 2
         assert participant.event(Ended, source) == Ended(source, 3, "the loss is nan")
         assert not [event for event in participant.events() if isinstance(event, Lost)]
+
+
+def test_a_broken_connection_does_not_end_a_program_with_sigpipe() -> None:
+    code = """if True:
+        import signal, socket
+        from types import SimpleNamespace
+        from tf2dist.control.connections import Links
+
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        links = Links(b"key", SimpleNamespace(on_closed=lambda link, why: print(why)))
+        listener = socket.create_server(("127.0.0.1", 0))
+        links.open(listener)
+        other = socket.create_connection(listener.getsockname())
+        links.poll(1.0)
+        links.all[0].sock.shutdown(socket.SHUT_WR)
+        links.poll(1.0)
+    """
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (completed.returncode, completed.stdout) == (0, "Broken pipe\n"), completed.stderr

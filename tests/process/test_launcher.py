@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from tests.conftest import REPOSITORY
 from tf2dist.errors import TaskLostError
 from tf2dist.launch import launcher as launcher_module
 from tf2dist.launch.launcher import Launcher
@@ -63,6 +64,39 @@ def test_a_message_reaches_its_task_alone(tmp_path: Path) -> None:
             assert said(launcher, name) == {"heard": f"for {name}"}
             wait_for(launcher, Exited, name)
             launcher.send_to_task(name, PeerGone("too late"))
+
+
+def test_a_program_that_has_changed_signals_and_closed_streams(tmp_path: Path) -> None:
+    """As one that calls `fit` may have, or the program that has started it."""
+    code = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        import psutil
+        from tests.process.test_launcher import *
+
+        for number in range(3):
+            os.close(number)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGPIPE})
+        folder = Path(sys.argv[1])
+        with make(folder, isolate=True) as launcher:
+            for name, function in (("worker-0", "wait"), ("worker-1", "hear")):
+                start(launcher, name, function)
+                said(launcher, name)
+            launcher.signal("worker-0", signal.SIGTERM)
+            code = wait_for(launcher, Exited).code
+            task = psutil.Process(launcher.tasks["worker-1"])
+            launcher._server.kill()
+            psutil.wait_procs([task])
+            launcher.send_to_task("worker-1", PeerGone("too late"))
+            with pytest.raises(TaskLostError, match="the fork server has closed its socket"):
+                wait_for(launcher, Exited)
+        (folder / "code").write_text(str(code))
+    """
+    completed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, timeout=60)
+    assert completed.returncode == 0
+    assert (tmp_path / "code").read_text() == str(-signal.SIGTERM)
 
 
 def test_tasks_run_report_and_log(tmp_path: Path) -> None:

@@ -65,13 +65,20 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
 def test_a_signal_while_the_command_begins(command: Command, number: signal.Signals) -> None:
-    """Also as process 1, as in a container: the kernel drops every signal for which that has no handler."""
+    """Also if the program that starts it has blocked the signal.
+
+    And as process 1, as in a container: the kernel drops every signal for which that has no handler.
+    """
     unshare = ["unshare", *(["--user", "--map-root-user"] if os.geteuid() else []), "--pid", "--fork", "--kill-child"]
     possible = shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0
     prefix = unshare if possible else []
     run_dir = command.folder / "run"
     words = [*prefix, *COMMAND, f"run_dir={run_dir}", "data=digits"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=command.folder)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=command.folder)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     results: list[int] = []
 
     def listens() -> bool:

@@ -65,6 +65,12 @@ def test_the_splits_of_the_digits() -> None:
         ({"b": PIXELS, "a": PIXELS[:3]}, PIXELS[:, 0], " has arrays of several lengths (x[0]: 3, x[1]: 4, y: 4)"),
         (np.zeros(4, complex), PIXELS[:, 0], " x (complex128 (4,)): must be an array of numbers or strings [n, ...]"),
         (np.array([1, "a", None, print]), PIXELS[:, 0], " x (object (4,)): must hold numbers or strings"),
+        (
+            np.ma.masked_equal(PIXELS, 1),
+            PIXELS[:, 0],
+            " x has masked values, which would be trained on like the others;",
+        ),
+        (np.array([b"a\0"] * 4, object), PIXELS[:, 0], " x has text that ends with a zero byte, which numpy drops;"),
         ([1, 2], [3, 4], " x[0] (int64 ()): must be an array of numbers or strings [n, ...]"),
         (None, PIXELS[:, 0], " x (None): must be an array of numbers or strings [n, ...]"),
     ],
@@ -88,9 +94,12 @@ def test_splits_of_different_kinds_are_refused(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.str_, object])
 def test_data_of_any_structure(dtype: Any) -> None:
-    """The structure is kept; leaves are converted as Keras converts them, and made contiguous in memory."""
+    """The structure is kept; leaves are converted as Keras converts them, contiguous, and in this machine's order."""
     words = ["a", "bc", "ä", ""]
-    x = {"words": np.array(words, dtype), "table": (tf.constant(PIXELS, tf.float64), np.asfortranarray(PIXELS))}
+    x = {
+        "words": np.array(words, dtype),
+        "table": (tf.constant(PIXELS, tf.float64), np.asfortranarray(PIXELS.astype(">u2"))),
+    }
     y = [np.arange(8.0).reshape(4, 2), None]
     train = data.Arrays(x, y, sample_weight=[np.ones(4), None])
     splits = checked("data (mine)", data.Splits(train, num_classes=None))
@@ -102,7 +111,7 @@ def test_data_of_any_structure(dtype: Any) -> None:
     )
     assert [leaf.dtype.kind for leaf in found.leaves] == ["f", "u", "S", "f", "f"], "dicts are sorted, as in Keras"
     assert {leaf.dtype.name for leaf in found.leaves if leaf.dtype.kind == "f"} == {"float32"}
-    assert all(leaf.flags.c_contiguous for leaf in found.leaves)
+    assert all(leaf.flags.c_contiguous and leaf.dtype.isnative for leaf in found.leaves)
     assert [word.decode() for word in found.x["words"]] == words
     np.testing.assert_array_equal(found.x["table"][1], PIXELS)
     np.testing.assert_array_equal(found.y[0], y[0])

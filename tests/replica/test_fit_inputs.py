@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tf2dist.data.pipeline import of_arrays
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs
 from tf2dist.fitting.request import training_set, validation_set
@@ -54,18 +55,32 @@ KINDS: dict[str, Callable[[], Any]] = {
     "dict": lambda: {"b": NUMBERS / 7, "a": [NUMBERS, NUMBERS[:, 0]]},
     "list": lambda: [NUMBERS / 7, NUMBERS],
     "array of bfloat16": lambda: tf.cast(NUMBERS, tf.bfloat16),
+    "other byte order": lambda: [NUMBERS.astype(kind) / 1 for kind in (">f4", ">f8", ">f2")],
+    "integers in other byte order": lambda: [NUMBERS.astype(kind) for kind in (">i4", ">i8", ">u2")],
+    "complex": lambda: [NUMBERS.astype(kind) for kind in ("c8", ">c16")],
+    "views": lambda: [NUMBERS[::-1, ::-1], (NUMBERS / 7).T.copy().T, np.broadcast_to(NUMBERS[:1], NUMBERS.shape)],
+    "no columns": lambda: np.zeros((N, 0)),
+    "subclasses": lambda: [np.matrix(NUMBERS), np.ma.masked_array(NUMBERS / 7)],
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_arrays_are_converted_as_keras_does(kind: str) -> None:
+def test_arrays_reach_the_tasks_as_keras_converts_them(kind: str, tmp_path: Path) -> None:
     x = KINDS[kind]()
     expected, _, _ = seen_by_keras(x)
-    result = training_set(x, None, None, None).x
-    keras.tree.assert_same_structure(result, x)  # Keras converts lists to tuples, and accepts both
-    for mine, theirs in zip(keras.tree.flatten(result), keras.tree.flatten(expected), strict=True):
-        assert tf.convert_to_tensor(mine).dtype == tf.convert_to_tensor(theirs).dtype
-        assert np.array_equal(mine.astype(theirs.dtype), theirs)
+    mapped = inputs.load(inputs.store(training_set(x, None, None, None), tmp_path, "train"))
+    keras.tree.assert_same_structure(mapped.x, x)  # Keras converts lists to tuples, and accepts both
+    batch = of_arrays(mapped)(tf.range(N))
+    for mine, spec, theirs in zip(batch, mapped.layout.specs, keras.tree.flatten(expected), strict=True):
+        assert mine.dtype == spec.dtype == tf.convert_to_tensor(theirs).dtype
+        assert np.array_equal(mine.numpy(), theirs)
+
+
+def test_a_mapped_file_in_the_other_byte_order_is_converted(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", NUMBERS.astype(">i4"))
+    examples = training_set(np.load(tmp_path / "x.npy", mmap_mode="r"), None, None, None)
+    assert examples.x.dtype.isnative
+    assert inputs.store(examples, tmp_path, "train")["x"] == {"file": str(tmp_path / "train-x.npy")}
 
 
 LABELS = {
@@ -145,6 +160,11 @@ REFUSED: dict[str, tuple[Arguments | Callable[[], Arguments], str]] = {
     "no examples": ({"x": NUMBERS[:0]}, "x: has no examples"),
     "no arrays": ({"x": []}, "x: contains no array"),
     "dates": ({"x": np.zeros(3, "datetime64[s]")}, "datetime64"),
+    "complex": ({"x": np.zeros(3, np.clongdouble)}, "x (complex256): is neither numbers nor text"),
+    "records": ({"x": np.zeros(3, [("a", "f4")])}, "is neither numbers nor text"),
+    "masks": ({"x": np.ma.masked_equal(NUMBERS, 4)}, "x: has masked values, which would be trained on like the"),
+    "masks of weights": ({"x": NUMBERS, "sample_weight": np.ma.masked_equal(NUMBERS[:, 0], 3)}, "sample_weight: has m"),
+    "a zero byte": (lambda: {"x": tf.constant([b"a\0"])}, "x: has text that ends with a zero byte, which numpy"),
     "objects": ({"x": np.array([{}, []], object)}, "must hold only strings or only numbers"),
     "sparse": (lambda: {"x": tf.sparse.from_dense(NUMBERS)}, "is sparse or ragged"),
     "ragged": (lambda: {"x": tf.ragged.constant([[1], [1, 2]])}, "is sparse or ragged"),
@@ -178,6 +198,7 @@ def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
         ((NUMBERS[:, :2], NUMBERS), 0.0, "but the training data is"),
         (({"x": NUMBERS}, NUMBERS), 0.0, "validation_data: is ({'x': 'int64 [n, 3]'}, "),
         *((data, 0.0, "validation_data: has no y, and") for data in (NUMBERS, [NUMBERS], (NUMBERS, None))),
+        ((NUMBERS, np.ma.masked_equal(NUMBERS, 4)), 0.0, "validation_data y: has masked values"),
         (None, 1.0, "validation_split (1.0)"),
         (None, -0.5, "validation_split (-0.5)"),
         (None, 0.99, "one part would be empty"),

@@ -13,6 +13,7 @@ import pytest
 import tf2dist
 from tf2dist.errors import FitError
 from tf2dist.fitting import refusals, request, shipping
+from tf2dist.fitting.run import alone_with
 from tf2dist.launch import start
 from tf2dist.tf_constants import ONEDNN
 
@@ -409,6 +410,16 @@ def test_steps_with_which_keras_would_end_an_epoch_early_cause_a_warning(
     given_to_the_run(monkeypatch, steps_per_epoch=steps, cluster=tf2dist.Local(workers=1))
     expected = f"steps_per_epoch ({steps}): one pass over the data has 10 steps; keras.Model.fit would end"
     assert (expected in capsys.readouterr().err) == says
+
+
+def test_a_model_that_another_thread_trains(tmp_path: Path) -> None:
+    made = model()
+    expected = r"model \(sequential.*\): another call of fit is training it; give"
+    with alone_with(made), alone_with(model()), pytest.raises(tf2dist.ConfigError, match=expected):
+        tf2dist.fit(made, X, Y, run_dir=tmp_path / "run")
+    with alone_with(made):
+        pass
+    assert not (tmp_path / "run").exists()
 
 
 ON_X86 = True if platform.machine() == "x86_64" else None

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import keras
 import numpy as np
 import pytest
@@ -47,6 +49,19 @@ def test_adapted_and_own_layers_work_in_a_task(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", IN_A_TASK, str(tmp_path)], check=True, timeout=120)
     expected = np.concatenate(list(batches().as_numpy_iterator()))
     assert np.array_equal(np.load(tmp_path / "found.npy"), expected)
+
+
+def test_modules_by_value_stay_as_the_program_has_listed_them(tmp_path: Path) -> None:
+    module = types.ModuleType("of_no_file")
+    exec("def build(): pass", module.__dict__)
+    sys.modules["of_no_file"] = module
+    for listed in (set(), {"of_no_file"}):
+        if listed:
+            cloudpickle.register_pickle_by_value(module)
+        send_function(tmp_path, module.build, f"{len(listed)}.pickle", "model")
+        assert cloudpickle.list_registry_pickle_by_value() == listed
+    cloudpickle.unregister_pickle_by_value(module)
+    del sys.modules["of_no_file"]
 
 
 def test_a_layer_that_keras_cannot_load_again_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,14 @@
 import contextlib
 import subprocess
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +20,7 @@ from tf2dist.config.checks import check
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
+from tf2dist.interpreter import without_warnings
 
 TF_CONFIG = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -62,6 +68,37 @@ def test_experiments() -> None:
 def test_yaml_and_back() -> None:
     config = load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
     assert tree.from_yaml(config.to_yaml()) == config
+
+
+def test_threads_compose_side_by_side_in_a_program_that_uses_hydra_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+
+    def run_dir(number: int) -> str | None:
+        return load([f"seed={number}", f"hydra.job.name=j{number}", "run_dir=${seed}/${hydra:job.name}"], None).run_dir
+
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.2"), ThreadPoolExecutor(4) as threads:
+        before = HydraConfig.instance().cfg, hydra.version.getbase(), list(warnings.filters)
+        assert list(threads.map(run_dir, range(12))) == [f"{number}/j{number}" for number in range(12)]
+        assert (HydraConfig.instance().cfg, hydra.version.getbase(), list(warnings.filters)) == before
+        assert hydra.compose("config").mine == 1
+
+
+def test_the_filters_of_warnings_are_put_back_by_threads_side_by_side() -> None:
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def ignore_too() -> None:
+        with without_warnings("b"):
+            is_inside.set()
+            may_leave.wait()
+
+    before = list(warnings.filters)
+    other = threading.Thread(target=ignore_too)
+    with without_warnings("a"):
+        other.start()
+        is_inside.wait(0.2)
+    may_leave.set()
+    other.join()
+    assert warnings.filters == before
 
 
 def test_names_of_plugins_are_accepted(tmp_path: Path) -> None:

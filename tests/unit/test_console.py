@@ -70,6 +70,16 @@ def test_plain_output_is_lines_without_control_characters() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_of_two_runs_in_a_process_one_has_the_live_line() -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        for _ in range(2):
+            with Console(terminal) as first, Console(terminal) as second:
+                second.status("plain")
+                assert (first._live is None, second._live is None) == (False, True)
+    assert all_of(master).count("plain\r\n") == 2
+
+
 def test_only_a_restart_goes_back_and_the_rate_is_that_of_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(console, "PLAIN_EVERY_SECS", 0.0)

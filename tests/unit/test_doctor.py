@@ -195,6 +195,17 @@ def test_versions_that_do_not_match_the_requirements(monkeypatch: pytest.MonkeyP
     assert "install tensorflow" in wrong[0].fix
 
 
+def test_a_package_of_another_name_than_its_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As keras-nightly and tensorflow-cpu are."""
+    (tmp_path / "mine_nightly-1.5.dist-info").mkdir()
+    for name, text in (("METADATA", "Name: mine-nightly\nVersion: 1.5\n"), ("top_level.txt", "mine\n")):
+        (tmp_path / "mine_nightly-1.5.dist-info" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(machine, "PACKAGES", ("mine", "no-such"))
+    _, *findings = machine.versions()
+    assert [(each.level, each.text) for each in findings] == [("ok", "mine 1.5"), ("fail", "no-such is not installed")]
+
+
 def test_too_many_tasks_for_the_machine() -> None:
     levels = {finding.topic: finding.level for finding in machine.processors(10**6, 10**6)}
     assert levels == {"cores": "warn", "memory": "warn"}

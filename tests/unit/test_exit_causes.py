@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tf2dist.launch.exit_causes import MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, error_line, limit_reached
+from tf2dist.launch.exit_causes import FILE_LIMIT, MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, error_line, limit_reached
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,12 @@ from tf2dist.launch.exit_causes import MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, e
         (1, "cannot start worker-0: [Errno 11] Resource temporarily unavailable\n", THREAD_LIMIT),
         (
             -signal.SIGABRT,
-            "F0000 env.cc:123] Check failed: ret == 0 Thread tf_ creation via pthread_create() failed.\n",
+            "F0000 env.cc:123] Check failed: ret == 0 Thread tf_ creation via pthread_create() failed.\n"
+            + "    @     0x7fe4dcd94e22  tsl::(anonymous namespace)::PThread::PThread()\n" * 20,
             THREAD_LIMIT,
         ),
         (1, "RuntimeError: can't start new thread\n", THREAD_LIMIT),
+        (-signal.SIGABRT, "E0000 ev_epoll1.cc:1295] UNKNOWN:eventfd: Too many open files (24)\n", FILE_LIMIT),
         (-signal.SIGXCPU, "", TIME_LIMIT),
         (-signal.SIGABRT, "F0000 rendezvous.cc:1] Check failed: a == b\n", ""),
         (-signal.SIGKILL, "terminate called after throwing an instance of 'std::bad_alloc'\n", ""),

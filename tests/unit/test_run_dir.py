@@ -153,6 +153,14 @@ def test_streams_that_are_closed_or_full(tmp_path: Path) -> None:
         assert (completed.returncode, completed.stdout, completed.stderr) == (2, "", ""), redirection
 
 
+def test_too_few_files(tmp_path: Path) -> None:
+    completed = run("ulimit -n 40; $TF2DIST data=digits run_dir=run", tmp_path)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    text = "tf2dist: error: ulimit -n (40): a process may open too few files for a task; raise it to 64 or more\n"
+    assert completed.stderr == text
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
     for flag in ("--help", "--cfg job"):
         completed = run(f"set -o pipefail; (sleep 1; $TF2DIST {flag}) | true; echo $?", tmp_path)
@@ -167,6 +175,29 @@ def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(single_run, "run_in_folder", run_in_folder)
     with pytest.raises(BrokenPipeError):
         cli.main(["data=digits"])
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_names_in_a_locale_that_is_not_utf_8(tmp_path: Path) -> None:
+    """Python would name files in its encoding, and TensorFlow in UTF-8."""
+    (tmp_path / "modèle").mkdir()
+    (tmp_path / "modèle" / "mine.py").touch()
+    why = "has letters that Python takes for ascii in this locale, and TensorFlow for UTF-8; set PYTHONUTF8=1"
+    for option, name in (
+        ("run_dir=modèle/run", "modèle/run"),
+        ("plugins=[modèle/mine.py]", "modèle/mine.py"),
+        ("--config-dir=modèle", "modèle"),
+        ("-m seed=1 hydra.sweep.dir=modèle", "modèle"),
+    ):
+        completed = run(f"$TF2DIST data=digits {option}", tmp_path, **ASCII)
+        assert (completed.returncode, completed.stdout) == (2, ""), option
+        assert completed.stderr == f"tf2dist: error: {name.replace('è', chr(92) + 'xe8')}: {why}\n"
+    completed = run("cd modèle; $TF2DIST data=digits; $TF2DIST.doctor data=digits", tmp_path, **ASCII)
+    assert completed.stderr.endswith(f"mod\\xe8le/outputs: {why}\n")
+    assert f"fail  run_dir: {tmp_path}/mod\\xe8le/outputs: {why}\n" in completed.stdout
+    assert not (tmp_path / "modèle" / "outputs").exists()
 
 
 def test_characters_that_an_ascii_terminal_lacks(tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ import contextlib
 import difflib
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from hydra import version
@@ -16,7 +15,6 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,11 +24,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config.choices import CONF_MODULE, PLUGIN_GROUPS, choices_by_option, groups
+from tf2dist.config.choices import PLUGIN_GROUPS, choices_by_option, conf_folder, groups
 from tf2dist.config.schema import OPTIONS, SECTIONS
 from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, defaults, first_line
 from tf2dist.errors import ConfigError, nearest
 from tf2dist.files import expand
+from tf2dist.interpreter import process_wide, without_warnings
 
 MAIN = "config"  # conf/config.yaml
 OPTIONS_NODE = "tf2dist_options"  # the defaults of the schema, with which conf/config.yaml begins
@@ -57,7 +56,7 @@ class ConfigSource:
     def search_path(self) -> ConfigSearchPath:
         search_path = create_config_search_path(_address(self.path))
         anchor = SearchPathQuery(provider="schema")
-        search_path.prepend("tf2dist" if self.path else "main", f"pkg://{CONF_MODULE}", anchor)
+        search_path.prepend("tf2dist" if self.path else "main", f"file://{conf_folder()}", anchor)
         if folder := _address(self.folder):
             search_path.prepend("command-line", folder, anchor)
         return search_path
@@ -82,8 +81,6 @@ class Loader(ConfigLoaderImpl):
 
     Hydra composes every configuration through it: of a run, of each job of a sweep, and those that flags show.
     """
-
-    known: ClassVar = frozenset({*groups(), *OPTIONS, *SECTIONS})
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
@@ -155,31 +152,30 @@ class Loader(ConfigLoaderImpl):
 
 @contextlib.contextmanager
 def open_hydra(source: ConfigSource) -> Iterator[Hydra]:
-    """Hydra with ``conf/`` and the user's folders on its search path."""
-    stored = ConfigStore.instance().repo
-    names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}
-    ConfigStore.instance().store(OPTIONS_NODE, defaults())
+    """Hydra with ``conf/`` and the user's folders on its search path, in one thread at a time.
+
+    What Hydra has once for a process is afterwards what it was before: the caller may use Hydra, too.
+    """
     try:
         # Everything below resolves relative paths, and would fail with a traceback.
         os.getcwd()
     except OSError as error:
         raise ConfigError(f"the working directory ({error.strerror}): is gone; change to one that exists") from None
-    # Hydra is a singleton, which the caller may have initialized.
-    GlobalHydra.instance().clear()
-    previous = HydraConfig.instance().cfg
-    # Hydra's behaviour depends on this number; without it an older version's would apply.
-    version.setbase("1.3")
-    hydra = Hydra("tf2dist", Loader(source.search_path()))
-    GlobalHydra.instance().initialize(hydra)
-    try:
-        with warnings.catch_warnings():
+    with process_wide:
+        stored = ConfigStore.instance().repo
+        names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}
+        ConfigStore.instance().store(OPTIONS_NODE, defaults())
+        previous, base = HydraConfig.instance().cfg, version.getbase()
+        # Hydra's behaviour depends on this number; without it an older version's would apply.
+        version.setbase("1.3")
+        try:
             # Hydra warns about a file without _self_. It comes last in the merge, which is what its author meant.
-            warnings.filterwarnings("ignore", ".*_self_", UserWarning)
-            yield hydra
-    finally:
-        GlobalHydra.instance().clear()
-        HydraConfig.instance().cfg = previous
-        stored.update(names)  # without those of this command line's plugins
+            with without_warnings(".*_self_", UserWarning):
+                yield Hydra("tf2dist", Loader(source.search_path()))
+        finally:
+            HydraConfig.instance().cfg = previous
+            version.VersionBase.instance().version_base = base
+            stored.update(names)  # without those of this command line's plugins
 
 
 def overrides_of(composed: Any) -> list[str]:
@@ -271,15 +267,16 @@ def _key(override: str) -> str:
 
 def _unknown(composed: DictConfig) -> Iterator[str]:
     """The dotted names in a configuration that the schema does not have."""
+    known = {*groups(), *OPTIONS, *SECTIONS}
     # Unresolved: an option may refer to something that is known only later.
     for name, value in as_written(composed).items():
         if name == "hydra":
             continue
-        if name not in Loader.known:
+        if name not in known:
             inner = next(iter(value), "") if isinstance(value, dict) else ""
             yield f"{name}.{inner}" if inner else str(name)
         elif name not in PLUGIN_GROUPS and isinstance(value, dict):
-            yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in Loader.known)
+            yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in known)
 
 
 def _suggestion(key: str, composed: DictConfig) -> str:

@@ -35,7 +35,7 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
     """
     with open_hydra(source) as hydra:
         composed = hydra.compose_config(source.name, prepare_overrides(overrides, tf_config), RunMode.RUN)
-    return to_config(composed, tf_config)
+        return to_config(composed, tf_config)
 
 
 def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:

@@ -159,7 +159,8 @@ class Links:
                 self._on_connected(link)
             # Before the reading, which may end the connection: the other side must learn our version.
             if mask & selectors.EVENT_WRITE and link.channel.unsent:
-                del link.channel.unsent[: link.sock.send(link.channel.unsent)]
+                # A program that calls `fit` may have given SIGPIPE its default effect, which would end it.
+                del link.channel.unsent[: link.sock.send(link.channel.unsent, socket.MSG_NOSIGNAL)]
             if mask & selectors.EVENT_READ:
                 self._read(link)
             if not link.closed and link.finishing and not (link.shut or link.channel.unsent):

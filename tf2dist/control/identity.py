@@ -15,6 +15,7 @@ from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.control.messages import Difference, Identity, Jobs
 from tf2dist.data import location
 from tf2dist.errors import ConfigError
+from tf2dist.requirements import installed_version
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 # Of the options of the cluster, those that all hosts must give alike.
@@ -68,7 +69,7 @@ def versions() -> dict[str, str]:
     by_package = {"tf2dist": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            by_package[package] = importlib.metadata.version(package) or "unknown"  # None where the metadata is damaged
+            by_package[package] = installed_version(package)
         except importlib.metadata.PackageNotFoundError:
             by_package[package] = "missing"
     return by_package

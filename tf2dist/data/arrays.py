@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from tf2dist.data.stream import Stream
 
 
+MASKED = "has masked values, which would be trained on like the others; fill them with numpy.ma.filled"
+ZERO_END = "has text that ends with a zero byte, which numpy drops; encode it, as in base64"
+
+
 @dataclass(frozen=True)
 class Arrays:
     """Examples as `keras.Model.fit` takes them: trees (dicts, lists, tuples) of arrays [n, ...], or one array each.
@@ -177,10 +181,17 @@ def _paths(arrays: Arrays) -> list[tuple[str, Any]]:
     return paths
 
 
+def in_native_order(array: np.ndarray) -> np.ndarray:
+    """The array with the bytes of its numbers in this machine's order, the only one that TensorFlow knows."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
 def _standard(name: str, leaf: Any) -> np.ndarray:
     """A contiguous array; floats as Keras' floatx, strings as bytes, as in TensorFlow."""
+    if np.ma.is_masked(leaf):
+        raise DataError(f"{name} {MASKED}")
     # Subclasses stay what they are: an array that is mapped from a file must not become a copy in memory.
-    array = np.asanyarray(leaf)
+    array = in_native_order(np.asanyarray(leaf))
     if array.ndim < 1 or array.dtype.kind not in "biufSUO":
         raise DataError(f"{name} ({array.dtype} {array.shape}): must be an array of numbers or strings [n, ...]")
     if array.dtype.kind == "f":
@@ -191,5 +202,7 @@ def _standard(name: str, leaf: Any) -> np.ndarray:
         if not all(isinstance(word, str | bytes) for word in words):
             raise DataError(f"{name} ({array.dtype} {array.shape}): must hold numbers or strings")
         as_bytes = [word.encode() if isinstance(word, str) else word for word in words]
+        if any(word.endswith(b"\0") for word in as_bytes):
+            raise DataError(f"{name} {ZERO_END}")
         array = np.array(as_bytes, np.bytes_).reshape(array.shape)
     return np.ascontiguousarray(array) if not array.flags.c_contiguous else array

@@ -20,8 +20,12 @@ from tf2dist.tf_constants import LOG_LEVEL
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # the validation examples, taken from these, included
 MADE_UP = ("parabola", "clicks")  # the data sets that have no classes, either
 MNIST_HOST = "storage.googleapis.com"  # from where tensorflow-datasets downloads it
-DIGITS = to_dataclass(DataConfig, choices.values("data", "digits"))  # the fallback without MNIST; needs no network
 DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
+
+
+def _digits() -> DataConfig:
+    """The fallback without MNIST, which needs no network."""
+    return to_dataclass(DataConfig, choices.values("data", "digits"))
 
 
 def mnist_dir(config: DataConfig) -> Path:
@@ -119,14 +123,14 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
         if config.offline == "fail":
             raise
         warn(f"{error}; training on data=digits instead")
-        return replace(DIGITS)
+        return _digits()
     if not mnist_files(folder):
         reason = _download(folder, config.download_timeout_secs)
         if reason and config.offline == "fail":
             raise DataError(f"data (mnist): not in {folder}, and the download failed: {reason}; or use data=digits")
         if reason:
             warn(f"MNIST is not in {folder} and could not be downloaded ({reason}); training on data=digits instead")
-            return replace(DIGITS)
+            return _digits()
     for file in mnist_files(folder) or ():
         check_mnist(file)
         if cache.discard_damaged(file):

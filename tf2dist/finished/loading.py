@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tf2dist.finished.archives import sizes as sizes_of
 from tf2dist.finished.archives import unpack
 from tf2dist.finished.names import MODEL, OPTIMIZER, fill, lack_of_memory, may_be_in_file
 from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
+from tf2dist.interpreter import without_warnings
 from tf2dist.model.saved import ROLES, config_in, lambdas_in, without_optimizer
 from tf2dist.process.file_tables import LARGE_BYTES, Tables
 from tf2dist.process.tf_internals import error_texts
@@ -126,8 +126,7 @@ def _from_archive(path: Path, objects: dict[str, Any], tables: Tables | None) ->
         in_files, others = _loaded(path, lambda: sizes_of(unpacked))
         _check_room(path.parent, tables, sum(in_files))
         _check_memory(path.parent, others, tables)
-        with tables.in_use(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+        with tables.in_use(), without_warnings("Skipping variable loading for optimizer"):
             model: keras.Model = _loaded(path, lambda: keras.saving.load_model(unpacked, custom_objects=objects))
     return model
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tf2dist import signals
 from tf2dist.errors import ConfigError, TfDistError, nearest
-from tf2dist.files import settle_home
+from tf2dist.files import is_folder, is_path, settle_home
 from tf2dist.interpreter import import_lazily
 from tf2dist.launch.console import prepare_streams, print_lines
 from tf2dist.tf_constants import GPU_GROWTH, KERAS_ON_TENSORFLOW, LOG_LEVEL
@@ -77,7 +77,7 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
     if not operands:
         raise ConfigError("RUN_DIR: is missing; name the directory of a run, see --help")
     run_dir = Path(operands[0]).expanduser()
-    if not run_dir.is_dir():
+    if not is_folder(str(run_dir.absolute())):
         raise ConfigError(f"RUN_DIR ({run_dir}): there is no such folder; name the directory of a run")
     if max_operands is not None and len(operands) > 1 + max_operands:
         raise ConfigError(f"{operands[1 + max_operands]}: is one argument too many; see --help")
@@ -108,7 +108,7 @@ def _plugins(text: str) -> list[str]:
     items = text.removeprefix("[").removesuffix("]").split(",")
     paths = [Path(item.strip()).expanduser().absolute() for item in items if item.strip()]
     for path in paths:
-        if not path.is_file():
+        if not is_path(str(path)) or not path.is_file():
             raise ConfigError(f"plugins ({path}): there is no such file; name one that is there")
     return [str(path) for path in paths]
 

@@ -137,20 +137,21 @@ def _table(epochs: Sequence[dict[str, str]]) -> str:
 
 
 class NoFile(io.TextIOBase):
-    """A stream that a notebook or a test has put in place of the standard error.
+    """A stream that a notebook or a test has put in place of the standard error, or None in place of a closed one.
 
     Its `fileno` may be that of the process's own standard error, and what is written there does not appear below the
     cell of a notebook. So this stream has none.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(text)
+        return self._stream.write(text) if self._stream else len(text)
 
     def flush(self) -> None:
-        self._stream.flush()
+        if self._stream:
+            self._stream.flush()
 
     def fileno(self) -> int:
         raise OSError("no file")

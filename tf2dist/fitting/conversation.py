@@ -1,5 +1,7 @@
 """Runs the cluster in a thread of its own, while the caller's thread answers the leader and handles Ctrl-C."""
 
+import atexit
+import functools
 import queue
 import signal
 import sys
@@ -105,6 +107,9 @@ class Conversation(Generic[T]):
         # It is a daemon so that an interpreter that exits does not wait for a training.
         thread = threading.Thread(target=self._run, args=(run,), name="tf2dist", daemon=True)
         thread.start()
+        # If this is not the main thread, Ctrl-C ends the program there without an exception here.
+        at_exit = functools.partial(self._stop_at_exit, thread)
+        atexit.register(at_exit)
         try:
             self._answer_all()
         except BaseException as error:
@@ -114,6 +119,8 @@ class Conversation(Generic[T]):
             if isinstance(self._error, TfDistError):
                 self._tell(error, f"tf2dist: {self._error}")
             raise
+        finally:
+            atexit.unregister(at_exit)
         thread.join()
         if self._error:
             raise self._error
@@ -128,6 +135,12 @@ class Conversation(Generic[T]):
             print(text, file=sys.stderr)
         else:
             error.add_note(text)
+
+    def _stop_at_exit(self, thread: threading.Thread) -> None:
+        self._stop_requests.ask(signal.SIGINT)
+        self._wait_for_end(thread)
+        if self._error:
+            print(f"tf2dist: {self._error}", file=sys.stderr)
 
     def _wait_for_end(self, thread: threading.Thread) -> None:
         while thread.is_alive():

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist.data.arrays import Arrays
+from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, in_native_order
 from tf2dist.data.layout import Tree, leaves_of
 from tf2dist.errors import FitError, kind_of
 
@@ -27,7 +27,9 @@ def training_examples(x: Tree, y: Tree, sample_weight: Tree, class_weight: Mappi
     """
     if x is None:
         raise FitError("x: is None; give arrays with one example in each row, or a dict, list or tuple of them")
-    x, y, sample_weight = (converted(tree, name) for tree, name in ((x, "x"), (y, "y"), (sample_weight, "weights")))
+    x, y, sample_weight = (
+        converted(tree, name) for tree, name in ((x, "x"), (y, "y"), (sample_weight, "sample_weight"))
+    )
     if sample_weight is not None and class_weight is not None:
         raise FitError("class_weight: cannot be given together with sample_weight; multiply the two into one")
     if sample_weight is not None:
@@ -50,7 +52,7 @@ def validation_examples(validation_data: Any) -> Arrays:
             f"validation_data: is {kind_of(validation_data)} of {len(validation_data)}; give (x, y) or "
             "(x, y, sample_weight)"
         ) from None
-    names = "validation_data x", "validation_data y", "validation_data weights"
+    names = "validation_data x", "validation_data y", "validation_data sample_weight"
     x, y, sample_weight = (converted(tree, name) for tree, name in zip((x, y, sample_weight), names, strict=True))
     if sample_weight is not None:
         sample_weight = _for_each_output(y, sample_weight)
@@ -94,6 +96,8 @@ def _as_numpy(leaf: Any, name: str) -> np.ndarray:
         raise FitError(f"{name}: {SPARSE}")
     if isinstance(leaf, str | bytes | int | float) or not hasattr(leaf, "__array__"):
         raise FitError(f"{name}: has {kind_of(leaf)} in place of an array; convert it with numpy.array")
+    if np.ma.is_masked(leaf):
+        raise FitError(f"{name}: {MASKED}")
     # numpy cannot read a tensor of PyTorch that has a gradient or lies on a GPU.
     if package == "torch":
         leaf = leaf.detach().cpu()
@@ -108,7 +112,7 @@ def _as_numpy(leaf: Any, name: str) -> np.ndarray:
         array = np.asarray(leaf)
     if array.ndim == 0:
         raise FitError(f"{name}: is a single number; give an array with one example in each row")
-    return _of_known_type(array, name)
+    return _of_known_type(in_native_order(array), name)
 
 
 def _of_known_type(array: np.ndarray, name: str) -> np.ndarray:
@@ -121,7 +125,7 @@ def _of_known_type(array: np.ndarray, name: str) -> np.ndarray:
         return np.char.encode(array, "utf-8")
     if array.dtype == object:
         return _of_objects(array, name)
-    if array.dtype.kind not in "biuSc":
+    if array.dtype.kind not in "biuSc" or array.dtype == np.clongdouble:
         raise FitError(f"{name} ({array.dtype}): is neither numbers nor text; convert it with astype")
     return array
 
@@ -137,6 +141,8 @@ def _of_objects(array: np.ndarray, name: str) -> np.ndarray:
     flat = array.ravel()
     if all(isinstance(item, str | bytes) for item in flat):
         texts = [item.encode() if isinstance(item, str) else item for item in flat]
+        if any(text.endswith(b"\0") for text in texts):
+            raise FitError(f"{name}: {ZERO_END}")
         return np.array(texts, "S").reshape(array.shape)
     if all(isinstance(item, bool | int | float | np.number | np.bool_) for item in flat):
         return array.astype(keras.config.floatx())

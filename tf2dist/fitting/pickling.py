@@ -21,6 +21,7 @@ import keras
 
 from tf2dist.errors import FitError, reason_of
 from tf2dist.files import write_whole
+from tf2dist.interpreter import process_wide
 
 # Packages that every task has: their classes and functions in a model need not be sent.
 TASK_PACKAGES = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")
@@ -125,12 +126,15 @@ def _by_value(module: types.ModuleType | None) -> Iterator[None]:
     if module is None or module.__name__ == "__main__" or is_importable(module.__name__):
         yield
         return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        # The list of such modules is one for the whole process, so it must be left as the user's program had it.
-        cloudpickle.unregister_pickle_by_value(module)
+    # The list of such modules is one for the whole process, so it must be left as the user's program had it.
+    with process_wide:
+        is_listed = module.__name__ in cloudpickle.list_registry_pickle_by_value()
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            if not is_listed:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -1,6 +1,5 @@
 """One call of `fit`, from its checked arguments to its result."""
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.request import Model, batches_of_a_step, check_share, name_of, set_model_options
 from tf2dist.fitting.result import History, Result
+from tf2dist.interpreter import process_wide
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.start import check_place, check_size, draw_training, run_in_folder
 from tf2dist.model.own_step import has_own_step
@@ -78,6 +78,10 @@ class Run:
 
     def execute(self) -> Result:
         """Runs the cluster to its end; raises what `fit` raises."""
+        with alone_with(self.model):
+            return self._execute()
+
+    def _execute(self) -> Result:
         batches = batches_of_a_step(self.config, self.num_workers)
         batch_size = None if self.splits.stream else self.config.train.batch_size_per_worker
         self.console.note(step_line(self.config.mode, batches, batch_size))
@@ -185,6 +189,29 @@ def run_tasks(
     return conversation.follow(run, console)
 
 
+_in_training: set[int] = set()  # the ids of the models that calls of `fit` in this process are training
+
+
+@contextmanager
+def alone_with(model: Model) -> Iterator[None]:
+    """Refuses a model that is being trained already, in another thread: each of the two would overwrite the other's.
+
+    Raises:
+        FitError: it is.
+    """
+    if not isinstance(model, keras.Model):  # a function builds a new one at each call
+        yield
+        return
+    with process_wide:
+        if id(model) in _in_training:
+            raise FitError(f"model ({model.name}): another call of fit is training it; give each call its own model")
+        _in_training.add(id(model))
+    try:
+        yield
+    finally:
+        _in_training.remove(id(model))
+
+
 def leave_gpus_to_tasks() -> None:
     """Makes this process take only as much of a GPU's memory as it needs; too late if TensorFlow already uses it."""
     for device in tf.config.list_physical_devices("GPU"):
@@ -228,9 +255,7 @@ def as_public_error(failure: TaskFailure) -> TfDistError:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    # `mkdtemp` makes it with mode 0700: what is pickled in it must come from this user alone.
-    folder = Path(tempfile.mkdtemp(prefix="tf2dist-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    # It has mode 0700: what is pickled in it must come from this user alone. It is removed, too, if the program ends
+    # while another thread is in the block.
+    with tempfile.TemporaryDirectory(prefix="tf2dist-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import stat
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +32,7 @@ from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, mirror, pickling
+from tf2dist.interpreter import without_warnings
 from tf2dist.model.own_step import has_own_step, optimizers_of
 from tf2dist.model.plan import EpochPlan
 from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer
@@ -225,9 +225,8 @@ def load_sent_model(folder: Path, objects: dict[str, Any] | None = None) -> kera
     if custom is None:
         custom = pickling.unpickled(cloudpickle.loads((folder / CUSTOM).read_bytes()))
     # Without safe mode: a Lambda layer is code, but the user's own, written a moment ago by this user's process.
-    with fresh_names(), warnings.catch_warnings():
-        # Of a model that is to predict and has not been trained.
-        warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+    # The warning is about a model that is to predict and has not been trained.
+    with fresh_names(), without_warnings("Skipping variable loading for optimizer"):
         model = keras.models.load_model(folder / MODEL, custom_objects=custom, safe_mode=False)
     unsaved = json.loads((folder / UNSAVED).read_bytes())
     for seed, value in zip(seeds_of(model), unsaved["seeds"], strict=True):

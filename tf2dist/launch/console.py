@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TextIO, cast
@@ -19,6 +20,7 @@ PART_GAP = "  "
 REFRESHES_PER_SEC = 10
 ERASE_BELOW = "\x1b[J"  # from the cursor on
 CUT_LINES, WRAP_LINES = "\x1b[?7l", "\x1b[?7h"  # at the right edge of the terminal
+_terminal = threading.Lock()  # of the console with the live line
 
 
 class LiveLine:
@@ -86,7 +88,8 @@ class Console:
         self._last_line = ""
 
     def __enter__(self) -> Self:
-        if self._stream.isatty():
+        # Of two runs side by side in one process, only the first that comes has a live line.
+        if self._stream.isatty() and _terminal.acquire(blocking=False):
             # Imported here, since only a terminal needs it and it takes a while.
             from rich.console import Console as RichConsole
             from rich.live import Live
@@ -102,6 +105,7 @@ class Console:
             with contextlib.suppress(OSError):
                 self._live.stop()
             self._live = None
+            _terminal.release()
         # Without this a run that is shorter than `PLAIN_EVERY_SECS` would show no progress at all.
         else:
             self._print_last_line()
@@ -168,11 +172,11 @@ class Console:
                 print(text, file=self._stream, flush=True)
 
 
-def prepare_streams() -> None:
-    """Makes sure that stdin, stdout and stderr exist and take every character.
+def open_standard_descriptors() -> None:
+    """Makes sure that the descriptors 0, 1 and 2 are open.
 
-    If a stream was closed (``2>&-``), the next file that is opened gets its number, and what is meant for the
-    terminal ends up there. On an ASCII terminal other characters are spelled out.
+    If one was closed (``2>&-``), the next file that is opened gets its number, and what is meant for the terminal ends
+    up there.
     """
     for number in range(3):
         try:
@@ -180,6 +184,12 @@ def prepare_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
+
+
+def prepare_streams() -> None:
+    """Makes sure that stdin, stdout and stderr exist and take every character; an ASCII terminal gets others spelled
+    out."""
+    open_standard_descriptors()
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):

@@ -13,6 +13,7 @@ from tf2dist.errors import TaskLostError, TfDistError, TrainingError
 
 MEMORY_LIMIT = "the limit on memory is reached; raise it (ulimit -v, or the container's), or use fewer tasks"
 THREAD_LIMIT = "the limit on processes or threads is reached; raise it (ulimit -u and -v, or the container's)"
+FILE_LIMIT = "the limit on open files is reached; raise it (ulimit -n)"
 TIME_LIMIT = "the limit on processor time is reached; raise it (ulimit -t)"
 # What Python, and the C and C++ libraries below TensorFlow, print when the system refuses memory or a thread.
 LIMITS = (
@@ -24,8 +25,10 @@ LIMITS = (
         re.compile(r"[Rr]esource temporarily unavailable|start new thread|pthread_create|[Tt]hread.*creat.*fail"),
         THREAD_LIMIT,
     ),
+    (re.compile(r"[Tt]oo many open files"), FILE_LIMIT),
 )
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+FRAME = "    @ "
 TAIL_LINES = 15  # further up a library may mention a limit that did no harm
 
 
@@ -41,7 +44,8 @@ def limit_reached(code: int, log: str) -> str:
     # C++ aborts when memory or a thread is refused. After any other signal the log says nothing about the cause.
     if code < 0 and code != -signal.SIGABRT:
         return ""
-    tail = "\n".join(log.splitlines()[-TAIL_LINES:])
+    # Below its reason a library in C++ lists its stack, which may have any number of lines.
+    tail = "\n".join([line for line in log.splitlines() if not line.startswith(FRAME)][-TAIL_LINES:])
     return next((text for pattern, text in LIMITS if pattern.search(tail)), "")
 
 
@@ -74,14 +78,15 @@ def fork_server_error(code: int | None, log: str, path: Path, oom_kills: OomKill
     """The error that the user reads when the fork server has ended.
 
     Args:
-        code: its exit code, negative for the signal that killed it; None if it has not ended.
+        code: its exit code, negative for the signal that killed it; None if it has not ended, 0 if it is not known.
         log: its output.
         path: of the file that holds the output.
     """
-    if code is None:
+    # Python takes 0 for the code of a process whose end is hidden, since the program that calls `fit` ignores SIGCHLD.
+    if not code:
         return TaskLostError(f"the fork server has closed its socket, see {path}")
     reached = limit_reached(code, log)
-    if code >= 0:
+    if code > 0:
         return TrainingError(f"the fork server failed: {error_line(log)}; {reached or f'see {path}'}")
     message = f"the fork server was killed by {signal_name(-code)}"
     if reached:

@@ -27,6 +27,7 @@ from tf2dist.launch import generated_files
 from tf2dist.launch.messages import Exited, Forward, Ready, Start, Started, ToServer
 from tf2dist.messages import DROPPABLE, ToLauncher
 from tf2dist.packing import pack, unpack
+from tf2dist.signals import reset_inherited
 
 MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -177,6 +178,7 @@ def serve(sock: socket.socket, wakeup: int) -> int:
 
 
 def main() -> None:
+    reset_inherited()
     sock = socket.socket(fileno=int(sys.argv[1]))
     isolated = sys.argv[2] == "1" and linux.enter_private_network()
     linux.die_with_parent(int(sys.argv[4]))  # imports take seconds, and nothing reads the socket meanwhile

@@ -26,6 +26,7 @@ import psutil
 from tf2dist.errors import FailureRecord, TaskLostError, TfDistError, TrainingError
 from tf2dist.interpreter import child_environment, module_command
 from tf2dist.launch import exit_causes
+from tf2dist.launch.console import open_standard_descriptors
 from tf2dist.launch.exit_causes import MEMORY_LIMIT, THREAD_LIMIT
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.messages import Event, Exited, Forward, Ready, Start, Started
@@ -76,6 +77,7 @@ class Launcher:
         self._log_starts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
+        open_standard_descriptors()  # or the socket could get the number of one, in whose place the log goes
         self._sock, server_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = [str(server_sock.fileno()), str(int(self.isolate)), ",".join(self.preload), str(os.getpid())]
         with server_sock, self._open_log(SERVER) as log:

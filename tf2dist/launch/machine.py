@@ -19,9 +19,10 @@ from tf2dist import linux
 from tf2dist.cluster.addresses import ips_of
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
-from tf2dist.errors import DataError
+from tf2dist.errors import ConfigError, DataError
+from tf2dist.files import is_path
 from tf2dist.interpreter import child_environment, code_command
-from tf2dist.requirements import tested_versions
+from tf2dist.requirements import installed_version, tested_versions
 
 PACKAGES = ("tensorflow", "keras", "numpy")
 MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, then 60 and MNIST in each task
@@ -59,7 +60,7 @@ def versions() -> Iterator[Finding]:
     yield _version("python", platform.python_version(), tested["python"])
     for package in PACKAGES:
         try:
-            yield _version(package, metadata.version(package), tested.get(package, SpecifierSet()))
+            yield _version(package, installed_version(package), tested.get(package, SpecifierSet()))
         except metadata.PackageNotFoundError:
             yield Finding("fail", "versions", f"{package} is not installed", "install tf2dist with its requirements")
 
@@ -88,6 +89,11 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
 def run_folder(run_dir: str | None) -> Iterator[Finding]:
     """Whether the run's directory could be made, without making it."""
     target = Path(run_dir or "outputs").expanduser().absolute()
+    try:
+        is_path(str(target))
+    except ConfigError as error:
+        yield Finding("fail", "run_dir", *str(error).rsplit("; ", 1))
+        return
     # The nearest folder that exists; a broken link counts, since no directory can be made in its place.
     existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
     if not existing.is_dir():

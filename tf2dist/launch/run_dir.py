@@ -34,12 +34,11 @@ def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
     """
     name = config.run_dir or "outputs"
     try:
-        if config.run_dir:
-            run_dir = Path(config.run_dir).expanduser().absolute()
-        else:
-            run_dir = _new_default_dir(kind or config.mode, config.model["name"])
+        run_dir = Path(name).expanduser().absolute()
         if not is_path(str(run_dir)):
             raise ConfigError(f"run_dir ({run_dir}): is not valid UTF-8; name another directory")
+        if not config.run_dir:
+            run_dir = _new_default_dir(run_dir, kind or config.mode, config.model["name"])
         # Every run makes `logs`, so a config.yaml without it belongs to some other program.
         if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
             raise ConfigError(f"run_dir ({name}): has a config.yaml of something else; name another directory")
@@ -54,10 +53,9 @@ def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
     return run_dir
 
 
-def _new_default_dir(kind: str, model: str) -> Path:
-    """Creates outputs/DATE_TIME-KIND-MODEL, with a number at its end if that exists."""
+def _new_default_dir(outputs: Path, kind: str, model: str) -> Path:
+    """Creates DATE_TIME-KIND-MODEL in a folder, with a number at its end if that exists."""
     name = f"{datetime.now():%Y%m%d_%H%M%S}-{kind}-{model}"
-    outputs = Path("outputs").absolute()
     outputs.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count(1):
         run_dir = outputs / (name if number == 1 else f"{name}-{number}")

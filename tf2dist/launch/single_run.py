@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from tf2dist.config.tree import as_written
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, RequestError, TfDistError
 from tf2dist.files import is_path
+from tf2dist.interpreter import without_warnings
 from tf2dist.launch.command import report
 from tf2dist.launch.console import Console, print_lines, result_lines
 from tf2dist.launch.run_dir import locked, make_run_dir
@@ -98,8 +98,7 @@ def run_dir_of(composed: DictConfig, config: RunConfig) -> str | None:
 
 def rerun(pickled: str, started_at: float, signals: Signals) -> None:
     """Runs what Hydra's callback `PickleJobInfoCallback` has saved of a run, in the same directory."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that other arguments are ignored
+    with without_warnings(category=UserWarning):  # that other arguments are ignored
         try:
             composed, run_dir = unpickled(pickled)
         except Exception as error:  # unpickling may raise anything

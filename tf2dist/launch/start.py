@@ -4,9 +4,9 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shlex
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.control.token import job_key
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, first_line
+from tf2dist.interpreter import without_warnings
 from tf2dist.launch.console import Console
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, make_run_dir
@@ -28,6 +29,7 @@ from tf2dist.launch.supervisor import supervise
 from tf2dist.signals import StopRequests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
+MIN_OPEN_FILES = 64  # with three tasks 30 are enough, and below that they end in many ways
 SILENT_SECS = 3.0  # of drawing, after which a line says so; usually it takes one
 
 
@@ -93,11 +95,16 @@ def check_simulated(config: RunConfig, cluster: Cluster) -> None:
 
 
 def check_size(config: RunConfig, cluster: Cluster) -> None:
-    """Checks that the configuration fits into the one packet to a task.
+    """Checks that the configuration fits into the one packet to a task, and that tasks may open the files they need.
 
     Raises:
-        ConfigError: it would be too long.
+        ConfigError: it would be too long, or they may not.
     """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"ulimit -n ({limit}): a process may open too few files for a task; raise it to {MIN_OPEN_FILES} or more"
+        )
     length = len(json.dumps([config.to_yaml(), cluster.jobs]).encode())
     if length > MAX_PAYLOAD_BYTES:
         raise ConfigError(
@@ -146,11 +153,10 @@ def draw_training(config: RunConfig, place: Place, console: Console) -> None:
 def quiet_matplotlib() -> Iterator[None]:
     """Keeps from the user that a font lacks a character, or that matplotlib has no folder for its cache."""
     logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with without_warnings():
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
             yield
-    finally:
-        logger.setLevel(level)
+        finally:
+            logger.setLevel(level)

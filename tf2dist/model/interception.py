@@ -13,13 +13,19 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
+from tf2dist.interpreter import process_wide
 from tf2dist.model.call_scope import current_build, current_scope
 from tf2dist.process.tf_internals import body_of, replace_custom_gradients
 
 
-@functools.cache
 def prepare_process() -> None:
     """Makes tapes, functions and custom gradients of this process know the values in a scope."""
+    with process_wide:
+        _prepare_once()
+
+
+@functools.cache
+def _prepare_once() -> None:
     _prepare_tapes()
     _prepare_functions()
     replace_custom_gradients(_custom_gradient)

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
+from tf2dist.interpreter import process_wide
 from tf2dist.model.call_scope import CallScope, current_build, current_scope
 from tf2dist.model.gradients import is_zero
 from tf2dist.process.tf_internals import trained_variables
@@ -138,13 +139,14 @@ def intercept_updates(optimizers: list[keras.Optimizer]) -> None:
 
         return in_scope
 
-    refuse_unknown_optimizers()
+    with process_wide:
+        _refuse_unknown_optimizers()
     for optimizer in optimizers:
         optimizer.apply = intercepted(optimizer)
 
 
 @functools.cache
-def refuse_unknown_optimizers() -> None:
+def _refuse_unknown_optimizers() -> None:
     """Makes optimizers of this process whose updates are not intercepted refuse them in a scope."""
     apply = keras.optimizers.Optimizer.apply
 

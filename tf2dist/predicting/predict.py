@@ -238,7 +238,8 @@ def settled(run_dir: Path, identity: dict[str, Any], examples: Arrays, place: Pl
         size = range_size(len(examples), identity["batch_size"], place.cluster.num_workers)
         found = identity | {"range_size": size}
         if place.leads:
-            write_whole(path, json.dumps(found, indent=1) + "\n")
+            with locked(run_dir):
+                write_whole(path, json.dumps(found, indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise FitError(f"run_dir ({run_dir}): {DESCRIPTION} cannot be read ({error}); name another one") from None
     for key, what in NAMES.items():

@@ -8,7 +8,6 @@ The kernel reads the pages of a mapped file when their rows are looked up, and t
 import contextlib
 import functools
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -19,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.interpreter import process_wide
 from tf2dist.process.parts import row_pieces
 from tf2dist.process.tf_internals import dataset_of, table_of
 
@@ -52,7 +52,7 @@ class Tables:
         A model that is made has them in files, which are filled when it is loaded. What is saved of a large table, of
         any model, is the number of its file, which only `Tables` of the same folder understand.
         """
-        with _lock:
+        with process_wide:
             _replace_methods()
         token = _used.set(self)
         try:
@@ -204,7 +204,6 @@ def put(variable: keras.Variable, rows: np.ndarray) -> bool:
 
 # Those in use in this thread.
 _used: ContextVar[Tables | None] = ContextVar("tables", default=None)
-_lock = threading.Lock()
 
 
 @functools.cache
