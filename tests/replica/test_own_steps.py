@@ -169,22 +169,22 @@ def test_a_step_that_cannot_run_here_is_refused(says: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-NO_NUMBERS = {
-    "text": "fine",
-    "tensor of text": tf.constant("fine"),
-    "None": None,
-    "complex": 1j,
-    "nested lists": [[1.0], [2.0]],
-    "ragged": tf.RaggedTensor.from_row_lengths([1.0, 2.0], [2, 0]),
-    "sparse": tf.sparse.from_dense([0.0, 1.0]),
-    "metric": keras.metrics.Mean(),
-    "dict": {"inner": "fine"},
+NO_NUMBERS: dict[str, Callable[[], Any]] = {
+    "text": lambda: "fine",
+    "tensor of text": lambda: tf.constant("fine"),
+    "None": lambda: None,
+    "complex": lambda: 1j,
+    "nested lists": lambda: [[1.0], [2.0]],
+    "ragged": lambda: tf.RaggedTensor.from_row_lengths([1.0, 2.0], [2, 0]),
+    "sparse": lambda: tf.sparse.from_dense([0.0, 1.0]),
+    "metric": keras.metrics.Mean,
+    "dict": lambda: {"inner": "fine"},
 }
 
 
 @pytest.mark.parametrize("kind", NO_NUMBERS)
 def test_what_a_step_returns_must_be_numbers(kind: str) -> None:
-    logs = {"error": np.float32(1), "whole": 3, "is": True, "inner": NO_NUMBERS[kind]}
+    logs = {"error": np.float32(1), "whole": 3, "is": True, "inner": NO_NUMBERS[kind]()}
     message = r"^model \(given\): its train_step returns inner, which is no single number; return its mean, or the .*$"
     with pytest.raises(ConfigError, match=message):
         step_of(lambda: linear(train_step=told(Linear.train_step, logs)))
