@@ -66,7 +66,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 MAX_SLOWNESS = 5.0
-# Those that ran when a test began, without its fixtures once these are made.
+# The processes that ran before a test; once its fixtures are made, theirs are among them.
 PIDS = pytest.StashKey[set[int]]()
 
 

@@ -44,6 +44,7 @@ from tf2dist.tf_constants import (
     FIRST_OF_SEVERAL,
     GRAPH_ERROR,
     KERAS_FRAME,
+    LAYER_FILE,
     LAYER_SCOPE,
     LOSS_SCOPE,
     NO_SUCH_ROW,
@@ -222,7 +223,7 @@ def _first_paragraph(text: str, otherwise: str) -> str:
 
 
 def _below_nodes(text: str) -> str:
-    """The reason in the error of a graph; of an id that a table has not, the id as the layer was given it."""
+    """The reason in the error of a graph; of an id that is not in the table, the id as the layer was given it."""
     reason = FIRST_OF_SEVERAL.sub("", FAILED_NODE.sub("", text.removeprefix(GRAPH_ERROR)).strip())
     reason = BELOW_REASON.split(reason)[0].rstrip(".")
     if (row := NO_SUCH_ROW.match(reason)) and EMBEDDING_FILE in text:
@@ -237,8 +238,9 @@ def _part_of_model(text: str, or_node: bool) -> str:
     Args:
         or_node: whether then to name the node.
     """
-    node = match[1] if (match := FAILED_NODE.search(text)) else ""
-    scopes = [LAYER_SCOPE.match(scope) for scope in node.removeprefix("while/").split("/")[:-1]]
+    places, node = (match[0], match[1]) if (match := FAILED_NODE.search(text)) else ("", "")
+    in_layer = node.removeprefix("while/").split("/")[:-1] if LAYER_FILE in places else []
+    scopes = [LAYER_SCOPE.match(scope) for scope in in_layer]
     if layers := [scope[1] for scope in itertools.takewhile(bool, scopes) if scope]:
         return f", in the layer {'/'.join(layers)}"
     if loss := LOSS_SCOPE.search(node):

@@ -51,11 +51,12 @@ FAILED_NODE = re.compile(
 )
 FIRST_OF_SEVERAL = re.compile(r"^\s*\d+ root error\(s\) found\.\s*\(0\) [A-Z_]+:\s*")
 BELOW_REASON = re.compile(r"\n\s*\[\[|\s+Label values:|\nAdditional GRPC error information")
-# In the name of a node: of each layer whose call led to it, whose second scope this is, since Keras opens one to build
-# the layer; and the loss.
+# The name of a node in a layer begins with a scope for each layer whose call led to it. It ends in a number, since
+# Keras opened one without when it built the layer. Other scopes look alike; the places of such a node have this file.
 LAYER_SCOPE = re.compile(r"^(.+)_\d+$")
+LAYER_FILE = "keras/src/layers/layer.py"
 LOSS_SCOPE = re.compile(r"(?:^|/)compile_loss/([^/]+)/")
-# What a layer says of an id that its table has not; Keras has added the number of rows to a negative one.
+# What a layer says of an id that is not in its table; Keras has added the number of rows to a negative one.
 EMBEDDING_FILE = "keras/src/layers/core/embedding.py"
 NO_SUCH_ROW = re.compile(r"^indices\S* = (-?\d+) is not in \[0, (\d+)\)$")
 KERAS_FRAME = re.compile(r"^Exception encountered when calling|Error encountered:$|^Exception encountered:$")

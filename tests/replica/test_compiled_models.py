@@ -248,7 +248,7 @@ def of_each(x: Any) -> Any:
 IS_SUM = "its loss is a sum over the batch"
 NOTED = "note"  # accepted, and the user is told that the loss is not the mean over the examples
 ADDS_UP = r"every step adds to .*looks/seen a sum over its batch"
-NO_MEAN = r"every step gives .*looks/seen a value that is no mean over its batch"
+NO_MEAN = r"every step gives .*looks/seen a value that is not shown to be a mean over its batch"
 HAS_SUM = r".*looks/seen has aggregation='sum', and with mode=sync_replicas the workers take the mean"
 # By what a layer does: the refusal of several synchronous workers, and that of mode=sync_replicas, where they gather
 # nothing; NOTED, or empty for none.

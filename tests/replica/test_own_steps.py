@@ -308,7 +308,7 @@ def test_several_synchronous_workers_refuse_state_that_is_no_mean_unless_they_ga
     splits, of_all = Splits(Arrays(X, Y), num_classes=None), step_with(LargestOfAll)
     assert checks.check_batches("m", of_all, splits) == ""
     for step, gathers, way_out in ((step_with(Largest), True, ""), (of_all, False, "use mode=sync, and ")):
-        says = rf"model \(m\): every step gives \S*largest a value that is no mean .*; {way_out}compute it from tf2dist"
+        says = rf"model \(m\): every step gives \S*largest a value that is not shown to be .*; {way_out}compute it"
         with pytest.raises(ConfigError, match=says):
             checks.check_batches("m", step, splits, gathers)
 

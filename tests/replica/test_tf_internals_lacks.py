@@ -119,6 +119,12 @@ LACKS = [
         tf_internals.body_of,
     ),
     Lack(
+        "a tape that watches some variables would have gradients for all",
+        tf.GradientTape,
+        "_watch_accessed_variables",
+        tf_internals.watches_variables,
+    ),
+    Lack(
         "what keras.remat computes a second time would not be trained",
         lambda: custom_gradient,
         "_graph_mode_decorator",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -58,16 +59,93 @@ def test_variables_that_are_read_past_keras_are_refused(says: str) -> None:
         step_of(REFUSED[says])
 
 
+def gradients_of(step: ModelStep) -> list[np.ndarray]:
+    def call() -> list[tf.Tensor]:
+        return step(*step.values(), [tf.constant(X), tf.constant(Y)], tf.zeros([2], tf.int64)).gradients
+
+    return [gradient.numpy() for gradient in tf.function(call, autograph=False)()]
+
+
 @pytest.mark.parametrize("name", ["recomputed function", "traced step"])
 def test_a_variable_that_keras_alone_trains_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whatever hides it; here a custom gradient is not told of the values that it reads."""
     monkeypatch.setattr(CallScope, "noting_reads", lambda self: contextlib.nullcontext({}))
-    with pytest.raises(
-        ConfigError, match=r"model \(given\): .*(w|kernel|bias).* no gradient here, and .* keras.Model.fit"
-    ):
-        step_of(MODELS[name][0])
+    with pytest.raises(ConfigError, match=r"^model.*: .*/(w|kernel|bias) .*no gradient here, and .* keras.Model.fit"):
+        gradients_of(step_of(MODELS[name][0]))
 
 
 def test_a_variable_that_nothing_trains_is_accepted() -> None:
-    step = step_of(linear(lambda layer: lambda x: x @ layer.w))
-    assert [variable.name for variable in step.trace.ungraded] == ["b"]
+    w, b = gradients_of(step_of(linear(lambda layer: lambda x: x @ layer.w)))
+    assert w.any()
+    assert not b.any()
+
+
+def ordered(layer: Any) -> Any:
+    """Its two other weights have names in another order than the layers that own them."""
+
+    def function(x: Any) -> Any:
+        def backward(upstream: Any, variables: Any) -> Any:
+            return upstream, [tf.constant([2.0]), tf.constant([3.0])]
+
+        return x * layer.zz.alpha * layer.aa.beta, backward
+
+    return tf.custom_gradient(function)
+
+
+class Weight(keras.layers.Layer):  # type: ignore[misc]
+    def build(self, shape: Any) -> None:
+        name = "alpha" if self.name == "zz" else "beta"
+        setattr(self, name, self.add_weight(shape=(1,), initializer="ones", name=name))
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+class Ordered(keras.Model):  # type: ignore[misc]
+    def __init__(self, frozen: bool, is_early: bool) -> None:
+        super().__init__()
+        self.zz, self.aa, self.last = Weight(name="zz"), Weight(name="aa"), keras.layers.Dense(1)
+        for layer in (self.zz, self.aa):
+            layer.build([1]) if is_early else layer(tf.ones([1]))
+        self.zz.trainable = not frozen
+        self.function = ordered(self)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.function(x))
+
+
+def gradients_in_keras(model: keras.Model) -> list[np.ndarray]:
+    @tf.function  # type: ignore[untyped-decorator]
+    def call() -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(X, Y, model(X), training=True)
+        return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    model(X)
+    return [gradient.numpy() for gradient in call()]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_custom_gradient_is_given_the_variables_that_tensorflow_gives(frozen: bool, is_early: bool) -> None:
+    """In the order of their names in TensorFlow, which lack the layers if they are made early, and frozen ones, too."""
+    number = 2 - frozen
+    wanted = gradients_in_keras(compiled(Ordered(frozen, is_early)))[:number]
+    found = gradients_of(step_of(lambda: compiled(Ordered(frozen, is_early))))[:number]
+    assert [one.item() for one in found] == [one.item() for one in wanted]
+
+
+class Doubled(keras.metrics.Mean):  # type: ignore[misc]
+    def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        super().update_state(keras.ops.abs(y - y_pred))
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def result(self) -> Any:
+        return 2 * super().result()
+
+
+def test_a_traced_result_of_a_metric_follows_its_sums() -> None:
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    metrics = step_of(lambda: compiled(model, metrics=[Doubled(name="doubled")])).metrics
+    sums = [np.tile([total, 1.0], metrics.size // 2) for total in (1.0, 3.0)]  # of each metric the total and the count
+    assert [metrics.results(each)["doubled"] for each in sums] == [2.0, 6.0]

@@ -208,6 +208,19 @@ class Lookup(keras.Model):  # type: ignore[misc]
         return self.sum(keras.ops.reshape(self.look_up(self.table, ids), [-1, 3 * COLUMNS]))
 
 
+class Penalized(Lookup):
+    """Its loss takes the gradient of its output by all its variables."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        with tf.GradientTape() as tape:
+            output = tf.reduce_mean(self(tf.constant([[1, 2, 3]])))  # of no batch, of which each worker has another
+        gradients = tape.gradient(output, self.trainable_variables)
+        penalty = tf.add_n([tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient))) for gradient in gradients])
+        return tf.reduce_mean(tf.square(y_pred - y)) + 0.01 * penalty
+
+
 def with_a_cell() -> keras.Model:
     ids = keras.Input([3, 1], dtype="int32")
     table = layers.Embedding(ROWS, COLUMNS, embeddings_initializer=keras.initializers.RandomUniform(seed=1))
@@ -239,6 +252,8 @@ TABLES: dict[str, Callable[[Any, Any], Any]] = {
     "while": counted,
     "cond": lambda table, ids: ops.cond(ops.sum(ids) >= 0, lambda: table(ids), lambda: 2 * table(ids)),
     "function": in_a_function,
+    "recomputed": lambda table, ids: keras.remat(lambda ids: table(ids))(ids),
+    "recomputed and outside": lambda table, ids: keras.remat(lambda ids: table(ids))(ids) + table(ids),
 }
 
 
@@ -267,6 +282,7 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
     "smooth": (lambda: compiled(Smooth(), None), X, Y),
     "traced step": (lambda: compiled(TracedStep()), X, Y),
     "cell": (lambda: compiled(with_a_cell()), IDS[:, :, None], Y),
+    "penalized table": (lambda: compiled(Penalized(lambda table, ids: table(ids)), None), IDS, Y),
     **{f"table in {name}": (lookup(name), IDS, Y) for name in TABLES},
 }
 # Of each kind one, for tests that always run.

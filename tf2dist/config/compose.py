@@ -154,7 +154,7 @@ class Loader(ConfigLoaderImpl):
 def open_hydra(source: ConfigSource) -> Iterator[Hydra]:
     """Hydra with ``conf/`` and the user's folders on its search path, in one thread at a time.
 
-    What Hydra has once for a process is afterwards what it was before: the caller may use Hydra, too.
+    What Hydra holds for the whole process is put back at the end: the caller may use Hydra, too.
     """
     try:
         # Everything below resolves relative paths, and would fail with a traceback.

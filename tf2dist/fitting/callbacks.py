@@ -82,15 +82,19 @@ class Callbacks:
 
     def advice(self) -> str:
         """A line on batch hooks that are not called for every step, as they are in Keras; empty if there is none."""
-        names = dict.fromkeys(type(callback).__name__ for callback in self._list.callbacks if _wants_batches(callback))
-        if not names:
+        wanting = [type(callback) for callback in self._list.callbacks if _wants_batches(callback)]
+        if not wanting:
             return ""
+        names = dict.fromkeys(kind.__name__ for kind in wanting)
         has = "has" if len(names) == 1 else "have"
-        return (
+        text = (
             f"callbacks: {', '.join(names)} {has} hooks of batches, which are called at most about ten times a second "
-            "and not for every step; for a learning rate that follows the steps give the optimizer a schedule "
-            "(keras.optimizers.schedules)"
+            "and not for every step"
         )
+        # Those of Keras set no learning rate after batches.
+        if all(kind.__module__.startswith("keras.") and kind is not keras.callbacks.LambdaCallback for kind in wanting):
+            return text
+        return f"{text}; for a learning rate that follows the steps give the optimizer a schedule"
 
     @property
     def model(self) -> keras.Model:

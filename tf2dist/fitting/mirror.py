@@ -16,6 +16,7 @@ from tf2dist.model.step import OUTSIDE, ModelStep, generators
 from tf2dist.model.trace import read_directly
 from tf2dist.process.tf_internals import (
     build_metrics,
+    config_of,
     counters_of,
     inner_optimizers,
     learning_rate_of,
@@ -161,10 +162,11 @@ class Mirror:
         """What is no variable of an optimizer, by optimizer and name: Keras takes it when it traces the first step."""
         settings: dict[tuple[int, str], Any] = {(0, "model.optimizer"): self.model.optimizer}
         inner = inner_optimizers(self.optimizer)
-        for one in (self.optimizer, *inner):
-            kind = type(one).__name__
-            plain = {name: value for name, value in vars(one).items() if isinstance(value, PLAIN) and name[0] != "_"}
-            settings |= {(id(one), f"{kind}.{name}"): value for name, value in plain.items()}
+        for one in inner:
+            # Of its own attributes those that make another optimizer; others may be a callback's notes.
+            names = config_of(one).keys() & vars(one).keys() - {"name"}
+            plain = {name: value for name in names if isinstance(value := getattr(one, name), PLAIN)}
+            settings |= {(id(one), f"{type(one).__name__}.{name}"): value for name, value in plain.items()}
         return settings | {(id(one), f"{type(one).__name__}.learning_rate"): learning_rate_of(one) for one in inner}
 
     def _values(self) -> NamedArrays:

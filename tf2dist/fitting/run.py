@@ -194,7 +194,7 @@ _in_training: set[int] = set()  # the ids of the models that calls of `fit` in t
 
 @contextmanager
 def alone_with(model: Model) -> Iterator[None]:
-    """Refuses a model that is being trained already, in another thread: each of the two would overwrite the other's.
+    """Refuses a model that is being trained already, in another thread: each would overwrite the weights of the other.
 
     Raises:
         FitError: it is.

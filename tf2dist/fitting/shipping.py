@@ -13,11 +13,14 @@ What is unpickled here was written by the same user on this host, into a folder 
 Nothing of it goes to other hosts: each of them runs the same script and makes its own.
 """
 
+import builtins
 import contextlib
+import dis
 import json
 import os
 import stat
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,7 +155,7 @@ def _check_lambdas(name: str, lambdas: list[Lambda]) -> None:
     """Refuses a lambda that would fail in the tasks, or would find other things under its names."""
     for found in lambdas:
         try:
-            lost = found.lost_name() if found.is_loadable else ""
+            lost = _lost_name(found) if found.is_loadable else ""
         except Exception:  # Keras cannot load one with default arguments
             raise _unloadable(name, found) from None
         if lost:
@@ -346,3 +349,34 @@ def check_private(folder: Path) -> None:
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable_by_others:
         raise TrainingError(f"{folder}: the job's folder must belong to this user alone")
+
+
+def _lost_name(found: Lambda) -> str:
+    """A name that a lambda of the user's own uses and that Keras does not save with it; "" if there is none."""
+    function = _loaded(found)
+    # It is loaded among names of Keras, which mean something else, but for modules.
+    known = {name for name, value in function.__globals__.items() if isinstance(value, types.ModuleType)}
+    lost = [name for name in _globals_of(function.__code__) if name not in known | vars(builtins).keys()]
+    # Of what a function around it holds, Keras saves numbers and texts as they are, and of the rest a description.
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    lost += [name for name, cell in cells if isinstance(cell.cell_contents, dict)]
+    return (lost or [""])[0]
+
+
+def _loaded(found: Lambda) -> types.FunctionType:
+    config = found.config
+    if found.is_of_layer:
+        layer = {"function": config, "name": "of_lambda"}
+        config = {"module": "keras.layers", "class_name": "Lambda", "config": layer, "registered_name": None}
+    loaded: Any = keras.saving.deserialize_keras_object(config, safe_mode=False)
+    function: types.FunctionType = loaded.function if found.is_of_layer else loaded
+    return function
+
+
+def _globals_of(code: types.CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_of(constant)

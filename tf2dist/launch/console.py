@@ -97,7 +97,11 @@ class Console:
             terminal = RichConsole(file=cast(TextIO, self._stream))
             # Transient: the line vanishes at the end, and only lines that are worth keeping stay on the screen.
             self._live = Live(self._line, console=terminal, refresh_per_second=REFRESHES_PER_SEC, transient=True)
-            self._live.start()
+            try:
+                self._live.start()
+            except BaseException:
+                _terminal.release()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

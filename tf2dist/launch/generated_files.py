@@ -22,7 +22,7 @@ def note(generated: int) -> None:
 
     def on_event(event: str, arguments: tuple[object, ...]) -> None:
         if event == "tempfile.mkstemp" and AUTOGRAPH_FILE in str(arguments[0]):
-            os.write(generated, f"{arguments[0]}\n".encode())
+            os.write(generated, os.fsencode(f"{arguments[0]}\n"))
 
     sys.addaudithook(on_event)
 
@@ -30,9 +30,9 @@ def note(generated: int) -> None:
 def remove(generated: int) -> None:
     """Removes the files in the list, with the bytecode that Python has put beside them, and closes it."""
     os.lseek(generated, 0, os.SEEK_SET)
-    with open(generated) as lines:
+    with open(generated, "rb") as lines:
         paths = lines.read().splitlines()
-    for path in paths:
+    for path in map(os.fsdecode, paths):
         for file in (path, importlib.util.cache_from_source(path)):
             with contextlib.suppress(OSError):
                 os.remove(file)

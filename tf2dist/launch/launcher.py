@@ -77,7 +77,7 @@ class Launcher:
         self._log_starts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        open_standard_descriptors()  # or the socket could get the number of one, in whose place the log goes
+        open_standard_descriptors()  # or the socket could get one of their numbers, which the log takes
         self._sock, server_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = [str(server_sock.fileno()), str(int(self.isolate)), ",".join(self.preload), str(os.getpid())]
         with server_sock, self._open_log(SERVER) as log:

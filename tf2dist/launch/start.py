@@ -135,7 +135,8 @@ def draw_training(config: RunConfig, place: Place, console: Console) -> None:
     if not (config.figure and place.leads and config.run_dir and Path(config.run_dir, "metrics.jsonl").exists()):
         return
     note = threading.Timer(SILENT_SECS, console.note, ["drawing training.png"])
-    note.start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        note.start()
     try:
         with quiet_matplotlib():
             from tf2dist.launch import plotting  # importing matplotlib takes longer than all that a run imports before

@@ -9,8 +9,9 @@ import keras
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
+from tf2dist.process.tf_internals import watches_variables
 
-# Of a thread: `scope` is the one that it is in, and `build` see `building`.
+# Of a thread: `scope` is the one that it is in; `inlines` see `inlining`, and `build` see `building`.
 _current = threading.local()
 
 
@@ -53,6 +54,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         assigned: the values that the call assigns to each trainable variable, by the variable's id.
         num_updates: how often the call assigns each variable, by its id.
         foreign: the paths of assigned variables that have no value here.
+        has_custom_gradients: whether the call has called a function with a custom gradient.
         outside: the other variables that the call reads and that have no value here, in the order of the first reads.
 
     Args:
@@ -69,6 +71,8 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         super().__init__(mapping, collect_losses=True)
         self._known = {id(variable) for variable, _ in mapping}
         self._tables = set(map(id, tables))
+        # To TensorFlow a variable stays trainable if Keras has frozen its layer.
+        self._noted = {id(variable) for variable, _ in mapping if variable.value.trainable}
         self.trainable_ids = set(map(id, trainable)) - self._tables
         # By id of the tape: the tape, and the values that it watches of each variable, by id.
         self._watched: dict[int, tuple[tf.GradientTape, dict[int, list[tf.Tensor]]]] = {}
@@ -77,6 +81,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         self.assigned: dict[int, list[tf.Tensor]] = {}
         self.num_updates: dict[int, int] = {}
         self.foreign: list[str] = []
+        self.has_custom_gradients = False
         self.outside: list[keras.Variable] = []
 
     def __enter__(self) -> "CallScope":
@@ -92,6 +97,15 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         """A block in the scope, also if it is in it already: Keras would not leave a scope that is entered twice."""
         return contextlib.nullcontext() if current_scope() is self else self
 
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A block outside of this scope, which the thread is in."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Keras calls this in place of each read; None for a variable whose own value is meant."""
         if id(variable) in self._tables:  # its rows alone are here, and a gradient for the whole would be lost
@@ -99,7 +113,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         if id(variable) not in self._known and all(variable is not outside for outside in self.outside):
             self.outside.append(variable)
         value = super().get_current_value(variable)
-        if id(variable) in self.trainable_ids:
+        if id(variable) in self._noted:
             for read in self._reads:
                 read.setdefault(id(variable), (variable, value))
         return value
@@ -118,7 +132,10 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def noting_reads(self) -> Iterator[dict[int, tuple[keras.Variable, tf.Tensor]]]:
-        """The trainable variables that are read in the block, with their values, by id."""
+        """In a function with a custom gradient: the variables that it reads, with their values, by id.
+
+        They are those that TensorFlow would give to its gradient.
+        """
         read: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self._reads.append(read)
         try:
@@ -126,17 +143,9 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         finally:
             self._reads.pop()
 
-    # What tapes ask.
-
-    def begin(self, tape: tf.GradientTape) -> None:
-        """Makes a tape record what is computed from the values of the trainable variables."""
-        values = {key: [self.state_mapping[key]] for key in self.trainable_ids}
-        tape.watch(list(values.values()))
-        self._watched[id(tape)] = tape, values
-        self._recording.append(tape)
-
-    def end(self, tape: tf.GradientTape) -> None:
-        self._recording = [one for one in self._recording if one is not tape]
+    @property
+    def is_noting_reads(self) -> bool:
+        return bool(self._reads)
 
     def watch_new(self, key: int) -> None:
         """Tells the tapes that record of the new value of a variable."""
@@ -144,6 +153,20 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         for tape in self._recording:
             tape.watch(value)
             self._watched[id(tape)][1][key].append(value)
+
+    # What tapes ask.
+
+    def begin(self, tape: tf.GradientTape) -> None:
+        """Makes a tape record what is computed from the values of the trainable variables, unless it shall not."""
+        if not watches_variables(tape):
+            return
+        values = {key: [self.state_mapping[key]] for key in self.trainable_ids}
+        tape.watch(list(values.values()))
+        self._watched[id(tape)] = tape, values
+        self._recording.append(tape)
+
+    def end(self, tape: tf.GradientTape) -> None:
+        self._recording = [one for one in self._recording if one is not tape]
 
     def differentiated(self, derive: Callable[..., Any], tape: tf.GradientTape, target: Any, sources: Any) -> Any:
         """What `derive(target, sources)` gives for each source; of a variable the sum over its values on the tape."""
@@ -167,6 +190,21 @@ def current_scope() -> CallScope | None:
 
 
 @contextlib.contextmanager
+def inlining() -> Iterator[None]:
+    """A block in which a `tf.function` is a part of its caller, as in a scope; see `interception`."""
+    before, _current.inlines = inlines(), True
+    try:
+        yield
+    finally:
+        _current.inlines = before
+
+
+def inlines() -> bool:
+    """Whether a `tf.function` that this thread calls is a part of its caller."""
+    return current_scope() is not None or getattr(_current, "inlines", False)
+
+
+@contextlib.contextmanager
 def building() -> Iterator[dict[int, keras.Variable]]:
     """A block in which optimizers whose updates are intercepted do nothing, so that they make no variables.
 
@@ -175,7 +213,8 @@ def building() -> Iterator[dict[int, keras.Variable]]:
     """
     _current.build = {}
     try:
-        yield _current.build
+        with inlining():
+            yield _current.build
     finally:
         _current.build = None
 

@@ -305,9 +305,10 @@ def _check_changes(name: str, changes: list[StateChange], gathers: bool) -> str:
     if odd := [change.variable.path for change in others if not change.decay]:
         way_out = "compute it from" if gathers else "use mode=sync, and compute it from"
         raise ConfigError(
-            f"model ({name}): every step gives {odd[0]} a value that is no mean over its batch, and several "
-            f"synchronous workers would take the mean of theirs; {way_out} tf2dist.gather(...) of what it takes from "
-            "the batch, or say that the mean is meant, as in add_weight(aggregation='mean'), or use mode=async"
+            f"model ({name}): every step gives {odd[0]} a value that is not shown to be a mean over its batch, and "
+            f"several synchronous workers would take the mean of theirs; {way_out} tf2dist.gather(...) of what it "
+            "takes from the batch, or say that the mean is meant, as in add_weight(aggregation='mean'), or use "
+            "mode=async"
         )
     if added := [change.variable.path for change in changes if change.dependence is Dependence.SUM]:
         raise ConfigError(

@@ -28,6 +28,7 @@ class Exchange(NamedTuple):
     weighs_later: bool
 
 
+@tf.autograph.experimental.do_not_convert
 def gather(tensor: Any) -> Any:
     """The tensors of all synchronous workers, one after the other in the order of the workers.
 

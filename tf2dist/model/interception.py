@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.interpreter import process_wide
-from tf2dist.model.call_scope import current_build, current_scope
+from tf2dist.model.call_scope import current_scope, inlines
 from tf2dist.process.tf_internals import body_of, replace_custom_gradients
 
 
@@ -33,18 +33,28 @@ def _prepare_once() -> None:
 
 def _prepare_tapes() -> None:
     kind = tf.GradientTape
-    enter, leave = kind.__enter__, kind.__exit__
+    enter, leave, reset = kind.__enter__, kind.__exit__, kind.reset
 
     def begin(tape: tf.GradientTape) -> tf.GradientTape:
         entered = enter(tape)
-        if scope := current_scope():
-            scope.begin(tape)
+        try:
+            if scope := current_scope():
+                scope.begin(tape)
+        except BaseException:
+            leave(tape, None, None, None)  # or it would record all that follows
+            raise
         return entered
 
     def end(tape: tf.GradientTape, *error: Any) -> None:
         if scope := current_scope():
             scope.end(tape)
         leave(tape, *error)
+
+    def begin_again(tape: tf.GradientTape) -> None:
+        reset(tape)
+        if scope := current_scope():
+            scope.end(tape)
+            scope.begin(tape)
 
     def following(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -55,7 +65,7 @@ def _prepare_tapes() -> None:
 
         return derive
 
-    kind.__enter__, kind.__exit__ = begin, end
+    kind.__enter__, kind.__exit__, kind.reset = begin, end, begin_again
     kind.gradient, kind.jacobian = following(kind.gradient), following(kind.jacobian)
 
 
@@ -66,17 +76,18 @@ def _prepare_functions() -> None:
     @functools.wraps(call)
     def inlined(function: Any, *args: Any, **options: Any) -> Any:
         # Of a saved model the function is of a subclass, and has no body in Python.
-        if type(function) is not kind or (current_scope() is None and current_build() is None):
+        if type(function) is not kind or not inlines():
             return call(function, *args, **options)
         # Its graph would keep the tensors of the scope in which it was traced, or the variables if that was elsewhere.
         signature = function.input_signature or ()
-        given = [
-            tf.nest.map_structure(lambda spec, value: tf.convert_to_tensor(value, spec.dtype), spec, value)
-            for spec, value in zip(signature, args, strict=False)
-        ]
+        given = [tf.nest.map_structure(_of_spec, spec, value) for spec, value in zip(signature, args, strict=False)]
         return _with_tensors(body_of(function)(*given, *_with_tensors(args[len(given) :]), **_with_tensors(options)))
 
     kind.__call__ = inlined
+
+
+def _of_spec(spec: tf.TypeSpec, value: Any) -> Any:
+    return tf.convert_to_tensor(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
 
 
 def _with_tensors(tree: Any) -> Any:
@@ -99,10 +110,13 @@ def _custom_gradient(
     if scope is None or options:
         return original(function, args, options)
     args = tf.nest.map_structure(tf.convert_to_tensor, list(args), expand_composites=True)
+    scope.has_custom_gradients = True
     with scope.noting_reads() as read:
         result, gradients_of = function(*args)
-    # In the order in which TensorFlow gives variables.
-    values = [value for _, (_, value) in sorted(read.items(), key=lambda item: item[1][0].path)]
+    # TensorFlow gives them in the order of their names there.
+    with scope.left():
+        order = sorted(read, key=lambda key: str(read[key][0].value.name))
+    values = [read[key][1] for key in order]
     parameters = inspect.signature(gradients_of).parameters
     if values and not ("variables" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())):
         names = ", ".join(variable.path for variable, _ in read.values())

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tf2dist.data.layout import Layout
 from tf2dist.errors import ConfigError
+from tf2dist.model.call_scope import CallScope, current_scope
 from tf2dist.model.packing import is_large
 from tf2dist.model.recurrence import origins_of, reached_from
 from tf2dist.process.tf_internals import layers_of, table_of
@@ -58,7 +59,7 @@ def reading(layers: Sequence[keras.layers.Embedding], read: Read) -> Iterator[No
 
         def call(inputs: Any) -> Any:
             # Keras looks up in ragged and sparse ones in other ways.
-            if not isinstance(inputs, tf.Tensor) or _is_within_loop(inputs, graph):
+            if not isinstance(inputs, tf.Tensor) or _is_within_loop(inputs, graph) or _is_differentiated():
                 return type(layer).call(layer, inputs)
             ids = tf.cast(inputs, inputs.dtype if inputs.dtype in (tf.int32, tf.int64) else tf.int32)
             ids = tf.where(ids < 0, ids + table.shape[0], ids)  # as in Keras, from the end
@@ -81,6 +82,12 @@ def _is_within_loop(tensor: tf.Tensor, graph: tf.Graph) -> bool:
     return tf.compat.v1.get_default_graph() is not graph or any(
         operation.type == "PlaceholderWithDefault" for operation in origins_of(tensor)
     )
+
+
+def _is_differentiated() -> bool:
+    """Whether a function with a custom gradient is called, which gives gradients to variables and not to rows."""
+    scope = current_scope()
+    return scope is not None and scope.is_noting_reads
 
 
 def checked(ids: tf.Tensor, rows: int) -> tf.Tensor:
@@ -118,6 +125,17 @@ class RowReader:
 
 class _AllFound(BaseException):
     """Ends a call of the model; no `Exception`, which Keras would wrap in others."""
+
+
+class _TakesGradients(BaseException):
+    """Ends a call of the model that takes gradients, for which a table would have to be there."""
+
+
+class LookupScope(CallScope):
+    """The scope of a call whose look-ups are to be found."""
+
+    def begin(self, tape: tf.GradientTape) -> None:
+        raise _TakesGradients
 
 
 Call = Callable[[list[tf.Tensor], list[tf.Tensor]], Any]  # of the model, with values for its variables and a batch
@@ -172,15 +190,19 @@ class LookupTrace:
             unknown.append(tf.compat.v1.placeholder(table.dtype, [*wanted.shape, table.shape[1]]))
             return unknown[-1]
 
-        with (
-            contextlib.suppress(_AllFound),
-            reading([layer for shared in self._layers.values() for layer in shared], read),
-        ):
-            self._call(values, list(leaves))
+        takes_gradients = False
+        with reading([layer for shared in self._layers.values() for layer in shared], read):
+            try:
+                self._call(values, list(leaves))
+            except _AllFound:
+                pass
+            except _TakesGradients:
+                takes_gradients = True
         dependent = reached_from(*unknown)
         for variable, value in zip(self._variables, values, strict=True):
             own = ids.get(id(variable), [])
-            if id(variable) in ids and (not own or value.consumers() or any(i.name in dependent for i in own)):
+            is_read = takes_gradients or not own or value.consumers() or any(i.name in dependent for i in own)
+            if id(variable) in ids and is_read:
                 self.read_whole.add(id(variable))
         self.num_calls = {table: len(own) for table, own in ids.items()}
         found = {table: tf.concat(own, 0) for table, own in ids.items() if own}

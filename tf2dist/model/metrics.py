@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.model.call_scope import inlining
 from tf2dist.process.tf_internals import loss_tracker_of, output_trackers_of
 
 Results = dict[str, float]
@@ -68,7 +69,7 @@ class Metrics:
         Args:
             totals: the sums over some examples, [size]. Zeros, for none, give what the metric makes of them: often NaN.
         """
-        with self._holding(totals):
+        with self._holding(totals), inlining():
             results = self._model.get_metrics_result()
         return {name: _plain(value) for name, value in sorted(results.items()) if name not in self._hidden}
 
@@ -111,7 +112,7 @@ class LoggedMetrics(Metrics):
         sums, numbers = np.split(totals, [self._num_sums])
         with np.errstate(invalid="ignore"):  # 0 / 0 before the first batch
             results: dict[str, Any] = dict(zip(self.numbers, numbers[:-1] / numbers[-1:], strict=True))
-        with self._holding(sums):
+        with self._holding(sums), inlining():
             for name, source in self._logged.items():
                 if source:
                     metric, part = source

@@ -401,7 +401,8 @@ def _recorded(metrics: list[keras.metrics.Metric]) -> Iterator[Results]:
             results.update({id(tensor): (tensor, metric, name) for name, tensor in parts})
             return value
 
-        return result
+        unconverted: Callable[[], Any] = tf.autograph.experimental.do_not_convert(result)
+        return unconverted
 
     for metric in metrics:
         metric.result = recording(metric)

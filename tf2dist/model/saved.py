@@ -1,11 +1,8 @@
 """What Keras has saved of a model."""
 
-import builtins
-import dis
 import json
-import types
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,44 +33,12 @@ class Lambda(NamedTuple):
     @property
     def is_loadable(self) -> bool:
         """Whether Keras can load it again, which it cannot as an activation, an initializer or a regularizer."""
-        return self._is_of_layer or self.role in ROLES.values()
-
-    def _load(self) -> types.FunctionType:
-        config = self.config
-        if self._is_of_layer:
-            layer = {"function": self.config, "name": "of_lambda"}
-            config = {"module": "keras.layers", "class_name": "Lambda", "config": layer, "registered_name": None}
-        loaded: Any = keras.saving.deserialize_keras_object(config, safe_mode=False)
-        function: types.FunctionType = loaded.function if self._is_of_layer else loaded
-        return function
+        return self.is_of_layer or self.role in ROLES.values()
 
     @property
-    def _is_of_layer(self) -> bool:
+    def is_of_layer(self) -> bool:
         """Whether it is one of those that a Lambda layer has, its mask or output_shape among them."""
         return "code" in self.config.get("config", {})
-
-    def lost_name(self) -> str:
-        """A name that it uses and that Keras does not save with it; "" if there is none.
-
-        Only for one that is the user's own: its code is loaded.
-        """
-        function = self._load()
-        # It is loaded among names of Keras, which mean something else, but for modules.
-        known = {name for name, value in function.__globals__.items() if isinstance(value, types.ModuleType)}
-        lost = [name for name in _globals_of(function.__code__) if name not in known | vars(builtins).keys()]
-        # Of what a function around it holds, Keras saves numbers and texts as they are, and of the rest a description.
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        lost += [name for name, cell in cells if isinstance(cell.cell_contents, dict)]
-        return (lost or [""])[0]
-
-
-def _globals_of(code: types.CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _globals_of(constant)
 
 
 def lambdas_in(config: Any, key: str = "") -> list[Lambda]:

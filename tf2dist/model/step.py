@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.model.call_scope import CallScope, building, recording
+from tf2dist.model.call_scope import CallScope, inlining, recording
 from tf2dist.model.gathering import num_calls
 from tf2dist.model.gradients import is_zero
 from tf2dist.model.interception import prepare_process
-from tf2dist.model.lookups import TableLookups
+from tf2dist.model.lookups import LookupScope, TableLookups
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.model.trace import Trace
@@ -114,7 +114,8 @@ class ModelStep:
         # A compiled model knows its losses and the variables of its metrics only when these are built. Of a model with
         # a loss of its own a trace in training has built them, unless only evaluations use them, or nothing does.
         are_unused = self.has_own_loss and not self.losses
-        with building():  # a scope of Keras's own, out of which a traced function would leave tensors
+        # Keras builds them in a scope of its own, in which a traced function would leave its tensors.
+        with inlining():
             build_metrics(self.model, self.layout.symbolic())
         self.metrics, self.evaluated = Metrics(self.model, hides_outputs=are_unused), Metrics(self.model)
 
@@ -177,7 +178,7 @@ class ModelStep:
 
     def _call_with(self, values: list[tf.Tensor], leaves: list[tf.Tensor], training: bool, layout: Layout) -> None:
         """Calls the model with values for `_all_variables`."""
-        with CallScope(list(zip(self._all_variables(), values, strict=True)), self.trainable):
+        with LookupScope(list(zip(self._all_variables(), values, strict=True)), self.trainable):
             self._forward(leaves, training, layout)
 
     def values(self, ids: Sequence[tf.Tensor] = ()) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -381,7 +382,13 @@ class ModelStep:
             with self._scope(trainable, state, metrics, tf.zeros([2], tf.int64)) as scope:
                 with tf.GradientTape() as tape:
                     forward = self._forward(leaves, training=True)
-                gradients = tape.gradient(forward.loss, self.trainable)
+                # Of other models the gradients are not traced here, which takes a third of the time of a deep one.
+                ungraded = []
+                if (
+                    scope.has_custom_gradients
+                ):  # which may hide variables, and compute layers again, with random numbers
+                    gradients = tape.gradient(forward.loss, self.trainable)
+                    ungraded = [v for v, g in zip(self.trainable, gradients, strict=True) if is_zero(g)]
                 self._update_metrics(forward, forward.loss)
                 penalties = list(self.model.losses)
                 maskable = [*leaves_of(forward.outputs), *(value for _, value in forward.loss_values)]
@@ -398,7 +405,7 @@ class ModelStep:
                     foreign=scope.foreign,
                     outside=scope.outside,
                     bypassed=[],
-                    ungraded=[v for v, g in zip(self.trainable, gradients, strict=True) if is_zero(g)],
+                    ungraded=ungraded,
                     has_scalar_loss=any(not value.shape.rank for _, value in forward.loss_values),
                     is_masked=any(mask_of(tensor) is not None for tensor in maskable),
                     has_lengths=self._has_lengths([value for _, value in forward.loss_values]),

@@ -20,15 +20,15 @@ class Trace(NamedTuple):
         foreign: the paths of variables that the call assigns and that do not belong to the model.
         outside: the variables that the call reads and that do not belong to the model.
         bypassed: the paths of the model's variables that the call reads in another way than through Keras.
-        ungraded: the trainable variables that get no gradient.
+        ungraded: the trainable variables that get no gradient, if the call has custom gradients.
         has_scalar_loss: whether a loss returns one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
         has_lengths: whether a loss has a value for each place of a sequence, and batches differ in length.
         penalties: the losses that layers add, such as those of regularizers.
         penalizes_batch: whether one of these depends on the batch.
         decays: of the state that the user's own layers change, by id: the factor of the old value, see `recurrence`.
-        gathers: whether the call or a loss calls `tf2dist.gather`.
         from_batch: those of these variables whose change depends on the batch.
+        gathers: whether the call or a loss calls `tf2dist.gather`.
     """
 
     outputs: Any

@@ -4,9 +4,8 @@ It runs in a scope in which the variables of the model have values, see `CallSco
 variables themselves.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -105,20 +104,11 @@ class TrainScope(CallScope):
         if self._apply is None:
             self._not_applied |= set(map(id, update.variables))
             return
-        with self._left():
+        with self.left():
             values = self._apply(update)
         for variable, value in zip(update.variables, values, strict=True):
             self.state_mapping[id(variable)] = value
             self.watch_new(id(variable))
-
-    @contextlib.contextmanager
-    def _left(self) -> Iterator[None]:
-        """A block outside of this scope."""
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
 
 
 def intercept_updates(optimizers: list[keras.Optimizer]) -> None:
@@ -137,7 +127,9 @@ def intercept_updates(optimizers: list[keras.Optimizer]) -> None:
                 return scope.update(optimizer, gradients, trainable_variables)
             return apply(optimizer, gradients, trainable_variables)
 
-        return in_scope
+        # Or AutoGraph would convert it where a `tf.function` of the user's calls it.
+        unconverted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(in_scope)
+        return unconverted
 
     with process_wide:
         _refuse_unknown_optimizers()
@@ -150,6 +142,7 @@ def _refuse_unknown_optimizers() -> None:
     """Makes optimizers of this process whose updates are not intercepted refuse them in a scope."""
     apply = keras.optimizers.Optimizer.apply
 
+    @tf.autograph.experimental.do_not_convert
     @functools.wraps(apply)
     def known(optimizer: keras.Optimizer, *args: Any, **options: Any) -> Any:
         # Those whose updates are intercepted have an `apply` of their own.

@@ -239,7 +239,10 @@ def settled(run_dir: Path, identity: dict[str, Any], examples: Arrays, place: Pl
         found = identity | {"range_size": size}
         if place.leads:
             with locked(run_dir):
-                write_whole(path, json.dumps(found, indent=1) + "\n")
+                if path.exists():  # another call has come first
+                    found = json.loads(path.read_bytes())
+                else:
+                    write_whole(path, json.dumps(found, indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise FitError(f"run_dir ({run_dir}): {DESCRIPTION} cannot be read ({error}); name another one") from None
     for key, what in NAMES.items():

@@ -57,6 +57,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     replace_custom_gradients,
     use_coordination_service,
     wait_at_barrier,
+    watches_variables,
 )
 from tf2dist.process.tf_internals.probes import missing
 from tf2dist.process.tf_internals.stand_ins import AtomicRows, PartitionedVariable, Rows, let_lie_in, rows_in_place_of
@@ -116,5 +117,6 @@ __all__ = [
     "use_coordination_service",
     "velocities",
     "wait_at_barrier",
+    "watches_variables",
     "with_inner",
 ]

@@ -145,6 +145,11 @@ def body_of(function: Any) -> Callable[..., Any]:
     return converted
 
 
+def watches_variables(tape: tf.GradientTape) -> bool:
+    """Whether a tape records what is computed from variables without being told to watch them."""
+    return bool(attribute(tf, tape, "_watch_accessed_variables", bool))
+
+
 def replace_custom_gradients(replacement: Callable[..., Any]) -> None:
     """Makes this process call ``replacement(original, function, args, options)`` in graphs for `tf.custom_gradient`.
 

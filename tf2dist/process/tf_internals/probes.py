@@ -70,6 +70,7 @@ from tf2dist.process.tf_internals.of_tensorflow import (
     replace_custom_gradients,
     this_context,
     use_coordination_service,
+    watches_variables,
 )
 from tf2dist.process.tf_internals.stand_ins import PartitionedVariable, let_lie_in, rows_in_place_of
 from tf2dist.tf_constants import (
@@ -484,6 +485,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, "Context.coordination_service"): _service_is_set,
     (tf, "Context.wait_at_barrier"): _service_is_there,
     (tf, "PolymorphicFunction._autograph"): _functions_are_converted,
+    (tf, "GradientTape._watch_accessed_variables"): lambda: watches_variables(tf.GradientTape()),
     (tf, REPLACED): _custom_gradients_are_replaced,
     (tf, "WorkerPreemptionHandler"): _workers_are_followed,
     (tf, NO_INLINE): _one_node_is_kept,
