@@ -10,7 +10,7 @@ from tf2dist.comparing.options import Options, split
 from tf2dist.comparing.results import ContenderResult, results_of
 from tf2dist.comparing.running import RUNS, Outcome
 from tf2dist.config.compose import ConfigSource
-from tf2dist.launch.start import check_local
+from tf2dist.launch.single_run import check_local
 
 SecsPerExample = Callable[[Contender, int], float]  # from the contender and the seed
 NUM_EXAMPLES = 40_000

@@ -21,7 +21,7 @@ import pytest_timeout
 
 from tf2dist import linux
 from tf2dist.config.schema import CONTROL_PORT_SHIFT as SHIFT
-from tf2dist.interpreter import import_lazily
+from tf2dist.linux import import_lazily
 
 pytest_plugins = ["tf2dist.testing"]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tf2dist.finished.loading import load_model
     from tf2dist.fitting.fit import fit
     from tf2dist.fitting.request import Local
-    from tf2dist.fitting.result import Result
-    from tf2dist.model.gathering import gather
+    from tf2dist.fitting.run import Result
+    from tf2dist.model.batch_attention import gather
     from tf2dist.predicting.predict import predict
 
 __version__ = "0.1.0"
@@ -48,10 +48,10 @@ __all__ = [
 
 LATER = {  # these modules import Keras
     "Local": "tf2dist.fitting.request",
-    "Result": "tf2dist.fitting.result",
+    "Result": "tf2dist.fitting.run",
     "Shard": "tf2dist.data.stream",
     "fit": "tf2dist.fitting.fit",
-    "gather": "tf2dist.model.gathering",
+    "gather": "tf2dist.model.batch_attention",
     "load_model": "tf2dist.finished.loading",
     "predict": "tf2dist.predicting.predict",  # `tf2dist/predict.py` is the command, which nobody imports
 }

@@ -17,8 +17,7 @@ from tf2dist.config.compose import ERRORS, hydra_message, open_hydra, prepare_ov
 from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
 from tf2dist.errors import ConfigError, TfDistError
-from tf2dist.launch.command import run_command
-from tf2dist.launch.single_run import rerun, start_run
+from tf2dist.launch.single_run import rerun, run_command, start_run
 from tf2dist.launch.sweep import run_sweep
 from tf2dist.signals import Signals
 

@@ -38,7 +38,7 @@ from tf2dist import signals as handling
 def main(argv: list[str] | None = None) -> NoReturn:
     """Compares what the command line asks for, and exits."""
     handling.end_at_once()
-    from tf2dist.launch.command import run_command  # importing takes a while, and signals may come meanwhile
+    from tf2dist.launch.single_run import run_command  # importing takes a while, and signals may come meanwhile
 
     run_command(run, argv)
 

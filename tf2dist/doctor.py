@@ -23,13 +23,13 @@ from tf2dist.config.compose import ConfigSource
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, ClusterConfig, RunConfig
-from tf2dist.control import token
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
-from tf2dist.launch import machine, tensorflow_findings
+from tf2dist.hosts import identity
+from tf2dist.launch import findings
 from tf2dist.launch.console import prepare_streams
-from tf2dist.launch.machine import Finding
-from tf2dist.launch.start import check_simulated
+from tf2dist.launch.findings import Finding
+from tf2dist.launch.single_run import check_simulated
 from tf2dist.signals import reset_inherited
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
@@ -84,10 +84,10 @@ def examine(overrides: list[str], environ: Mapping[str, str], source: ConfigSour
     """All findings, the quick ones first."""
     config, place, mistakes = request(overrides, environ, source)
     yield from mistakes
-    checks: list[Check] = [machine.versions, tensorflow_findings.internals]
+    checks: list[Check] = [findings.versions, findings.internals]
     if config:
-        checks += [lambda: data(config, place), lambda: machine.run_folder(config.run_dir)]
-        checks += [lambda: tensorflow_findings.plugins(config)] if config.plugins else []
+        checks += [lambda: data(config, place), lambda: findings.run_folder(config.run_dir)]
+        checks += [lambda: findings.plugins(config)] if config.plugins else []
     if config and place and place.has_peers:
         checks += [
             lambda: own_address(config, *place),
@@ -97,12 +97,12 @@ def examine(overrides: list[str], environ: Mapping[str, str], source: ConfigSour
     if config and place:
         checks += [lambda: stragglers(config, place.cluster)]
     if place and place.cluster.is_managed:
-        checks += [lambda: machine.processors(len(place.cluster.tasks), place.cluster.num_workers), machine.isolation]
+        checks += [lambda: findings.processors(len(place.cluster.tasks), place.cluster.num_workers), findings.isolation]
     elif place:
-        checks += [lambda: machine.processors(1, int(place.task in place.cluster.training_tasks))]
+        checks += [lambda: findings.processors(1, int(place.task in place.cluster.training_tasks))]
     # The GPUs come last: TensorFlow has to be imported to list them.
     shared_by = place.cluster.num_workers if place and place.cluster.shares_host else 0
-    checks += [lambda: tensorflow_findings.gpus(shared_by)]
+    checks += [lambda: findings.gpus(shared_by)]
     for check in checks:
         try:
             yield from check()
@@ -162,9 +162,9 @@ def data(config: RunConfig, place: Place | None) -> Iterator[Finding]:
     except RequestError as error:
         yield from failures("data", error)
     if place is None or place.cluster.is_managed:
-        yield from machine.training_data(config.data)
+        yield from findings.training_data(config.data)
     elif place.task.job != "ps":  # all hosts fall back to other data or none does, so none may
-        yield from machine.training_data(replace(config.data, offline="fail"))
+        yield from findings.training_data(replace(config.data, offline="fail"))
 
 
 def own_address(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding]:
@@ -200,7 +200,7 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
     """Whether the launching processes can meet: this one's control port, and the job token."""
     warnings: list[str] = []
     try:
-        token.job_key(os.environ, cluster, warnings.append)
+        identity.job_key(os.environ, cluster, warnings.append)
         yield from (Finding("warn", "token", *text.rsplit("; ", 1)) for text in warnings)
         shift = config.cluster.control_port_shift
         listening.check_control_ports(cluster, shift)

@@ -4,12 +4,30 @@
     a launcher      -> a task           `ToTask`, a line each on the task's standard input
 
 See `packing` for their form on the way, `launch.messages` for what a launcher and its fork server say to each other,
-and `control.messages` for what hosts say.
+and `hosts.messages` for what hosts say.
+
+Messages on their way between processes: a dataclass as one JSON object, and back.
+
+The object has the name of the class as "type", and the fields. Who reads says which messages may come, and gets one
+of these, with every field of its declared type, or an error that names what came instead.
+
+What a launcher and its fork server say to each other: each message a class of its own, matched by class.
+
+    the fork server   -> its launcher       `FromServer`, a packet each
+    a launcher        -> its fork server    `ToServer`, a packet each
+
+See `tf2dist.messages` for the packets, and `tf2dist.messages` for what tasks say.
 """
 
+import dataclasses
+import json
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from tf2dist.declared import UndeclaredError, from_json
 
 # From a task to its launcher.
 
@@ -258,3 +276,111 @@ def metrics_text(metrics: dict[str, Any]) -> str:
     """Metrics on one line, as in "accuracy 0.9125, loss 0.3121"; without those that give several numbers."""
     names = sorted(metrics, key=lambda name: (name != "accuracy", name != "loss"))
     return ", ".join(f"{name} {metrics[name]:.4f}" for name in names if isinstance(metrics[name], float))
+
+
+class MessageError(ValueError):
+    """What has come is no message that may come."""
+
+
+def pack(message: Any) -> bytes:
+    """The JSON object of a message, without line breaks."""
+    fields = {"type": type(message).__name__, **dataclasses.asdict(message)}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def unpack(data: bytes, allowed: Any) -> Any:
+    """The message that `data` holds.
+
+    Args:
+        allowed: the messages that may come, a union of classes.
+
+    Raises:
+        MessageError: it is none of these, or a field is missing, unknown or of another type.
+    """
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):  # RecursionError: a thousand brackets
+        raise MessageError("a message that is not JSON") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
+        raise MessageError("a message without a type")
+    if (kind := fields.pop("type")) not in (classes := _by_name(allowed)):
+        raise MessageError(f"a message of unknown type ({kind:.40})")
+    try:
+        return from_json(classes[kind], fields, kind)
+    except UndeclaredError as error:
+        raise MessageError(f"a malformed message ({error})") from None
+
+
+@cache
+def _by_name(allowed: Any) -> dict[str, Any]:
+    return {kind.__name__: kind for kind in typing.get_args(allowed) or (allowed,)}
+
+
+# From the fork server.
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Tasks can be forked.
+
+    Attributes:
+        isolated: whether they have a private network.
+        ports: free ports for them.
+    """
+
+    isolated: bool
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A task has a process."""
+
+    task: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A task's process has ended.
+
+    Attributes:
+        code: its exit code; negative for the signal that killed it.
+        time: when, by `time.time()`.
+    """
+
+    task: str
+    code: int
+    time: float
+
+
+# To the fork server.
+
+
+@dataclass(frozen=True)
+class Start:
+    """Fork a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``.
+
+    Attributes:
+        log: the file that takes its output.
+        sys_path: instead of the fork server's own; None to keep that.
+    """
+
+    task: str
+    target: str
+    payload: Any
+    log: str
+    sys_path: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Hand a line, a packed `ToTask`, to a task."""
+
+    task: str
+    line: str
+
+
+FromServer = Ready | Started | Exited
+ToServer = Start | Forward
+Event = FromTask | FromServer  # what a launcher reads: its tasks and its fork server send to one socket

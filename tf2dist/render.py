@@ -49,7 +49,7 @@ from tf2dist.config.schema import ClusterConfig
 from tf2dist.engines import compose, jobset, kubernetes, ray, slurm, trainjob
 from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError, RequestError, nearest
-from tf2dist.launch.command import report
+from tf2dist.launch.single_run import report
 from tf2dist.signals import reset_inherited
 
 KUBECTL = ("kubectl", "apply", "--filename", "-")

@@ -10,10 +10,9 @@ import keras
 import tensorflow as tf
 
 from tf2dist import linux, registry
-from tf2dist.checkpoint.saver import NoSaver, Saver
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import check_keras
-from tf2dist.checkpoint.store import Checkpoints, Notify
+from tf2dist.checkpoint.store import Checkpoints, NoSaver, Notify, Saver
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import KerasConfig, RunConfig
@@ -28,17 +27,16 @@ from tf2dist.process import devices, heartbeat, profiling
 from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training import stragglers, timeline
-from tf2dist.training.epochs import EpochDriver
+from tf2dist.training.driver import EpochDriver, Goal
 from tf2dist.training.evaluator import Evaluator, follow
-from tf2dist.training.goal import Goal
 from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
 from tf2dist.training.parameter_server import serving
-from tf2dist.training.parameter_server.inputs import publish
-from tf2dist.training.parameter_server.loop import AsyncLoop
+from tf2dist.training.parameter_server.async_loop import AsyncLoop
+from tf2dist.training.parameter_server.batches import publish
 from tf2dist.training.parameter_server.sync_replicas import SyncReplicasLoop
 from tf2dist.training.report import NoReporter, Reporter
-from tf2dist.training.synchronous.loop import SyncLoop
+from tf2dist.training.synchronous.sync_loop import SyncLoop
 
 LOOPS: dict[str, Callable[..., Loop]] = {
     "async": AsyncLoop.build,

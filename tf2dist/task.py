@@ -24,8 +24,8 @@ from tf2dist.model.source import RegisteredSource, Source
 from tf2dist.predicting.worker import predict_ranges
 from tf2dist.process import heartbeat, inbox
 from tf2dist.process.sigterm import end_on_sigterm
-from tf2dist.process.tf_internals import error_texts
 from tf2dist.run import run_task
+from tf2dist.tf_internals import error_texts
 from tf2dist.training import stragglers
 from tf2dist.training.hooks import Hooks, LauncherHooks, NoHooks
 

@@ -38,9 +38,8 @@ from tf2dist.config.schema import ClusterConfig, DevicesConfig, RunConfig
 from tf2dist.errors import TfDistError
 from tf2dist.files import write_whole
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.messages import Exited
 from tf2dist.linux import unused_ports
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import Exited, ToLauncher
 
 COORDINATOR = Task("chief", 0)
 
@@ -227,7 +226,7 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 @pytest.fixture(scope="session")
 def sync_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorkers]:
     """`SyncWorkers`, to be called as in ``sync_workers(function, num_workers=2, args=(1,))``."""
-    from tf2dist.launch.environment import ENVIRONMENT
+    from tf2dist.launch.launcher import ENVIRONMENT
 
     folder = tmp_path_factory.mktemp("sync_workers")
     with Launcher(folder, isolate=True, env=ENVIRONMENT) as launcher:

@@ -1,13 +1,21 @@
 """What this project knows of TensorFlow and Keras as text: modules, environment variables, settings, texts of errors.
 
-It imports neither, so that every room can use it. Together with `process.tf_internals`, whose probes try each of these,
+It imports neither, so that every room can use it. Together with `tf_internals`, whose probes try each of these,
 it is what depends on more than their public interface.
+
+Which versions of other packages this project is tested with, as its installation says.
 """
 
+import contextlib
 import re
+from collections.abc import Iterable
+from importlib import metadata
 from typing import Any
 
-# Parts of Keras that a task does not use and that take long to import; see `interpreter.import_lazily`. The public
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+# Parts of Keras that a task does not use and that take long to import; see `linux.import_lazily`. The public
 # packages, the second pair of them which TensorFlow uses, and one that another part of Keras imports.
 UNUSED_MODULES = (
     "keras.wrappers",
@@ -19,6 +27,7 @@ UNUSED_MODULES = (
 # The module that calls Python functions from graphs, and what the names of AutoGraph's files have in them: its versions
 # of functions, be they the user's or a library's.
 PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"
+CALLS_PYTHON = f"{PYTHON_FUNCTIONS.replace('.', '/')}.py"
 AUTOGRAPH_FILE = "__autograph_generated_file"
 
 # Environment variables, which are read when TensorFlow is imported or first does what they are about.
@@ -60,3 +69,47 @@ LOSS_SCOPE = re.compile(r"(?:^|/)compile_loss/([^/]+)/")
 EMBEDDING_FILE = "keras/src/layers/core/embedding.py"
 NO_SUCH_ROW = re.compile(r"^indices\S* = (-?\d+) is not in \[0, (\d+)\)$")
 KERAS_FRAME = re.compile(r"^Exception encountered when calling|Error encountered:$|^Exception encountered:$")
+
+
+def tested_versions() -> dict[str, SpecifierSet]:
+    """By package; "python" is among them.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: this project is not installed.
+    """
+    about = metadata.metadata("tf2dist")
+    requirements = [Requirement(line) for line in metadata.requires("tf2dist") or []]
+    tested = {
+        requirement.name: requirement.specifier
+        for requirement in requirements
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+    }
+    return {"python": SpecifierSet(about["Requires-Python"] or ""), **tested}
+
+
+def installed_version(module: str) -> str:
+    """The version of the package that a module comes from, which may have another name, as keras-nightly has.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: there is none.
+    """
+    try:
+        version = metadata.version(module)
+    except metadata.PackageNotFoundError:
+        others = metadata.packages_distributions().get(module)
+        if not others:
+            raise
+        version = metadata.version(others[0])
+    return version or "unknown"  # None where the metadata is damaged
+
+
+def untested(packages: Iterable[str]) -> list[str]:
+    """Those packages that are there in another version than the tested ones, such as "keras 3.16.0"."""
+    untested_packages = []
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        tested = tested_versions()
+        for package in packages:
+            version = installed_version(package)
+            if not tested[package].contains(version, prereleases=True):
+                untested_packages.append(f"{package} {version}")
+    return untested_packages

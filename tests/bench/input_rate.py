@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.bench.workload import BATCH_SIZE, Workload
 from tf2dist.data import Arrays, Splits
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
-from tf2dist.training.parameter_server.inputs import ArrayInput, publish
+from tf2dist.training.parameter_server.batches import ArrayInput, publish
 
 WARMUP, BATCHES, STEPS_PER_CALL = 100, 2_000, 50
 

@@ -17,7 +17,7 @@ from tests.bench.workload import (
     Workload,
     run,
 )
-from tf2dist.model.models import two_tower
+from tf2dist.model.builtin import two_tower
 
 STEPS_PER_CALL = 50
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.bench.workload import BATCH_SIZE, HIDDEN_UNITS, LEARNING_RATE, Stopwatch, Workload, run
 from tf2dist.data import Arrays, Splits
-from tf2dist.model.models import build_model
+from tf2dist.model.builtin import build_model
 
 ARGUMENTS = {"softmax": {}, "dnn": {"hidden_units": [*HIDDEN_UNITS["dnn"]]}, "cnn": {}}
 MAX_SCHEDULE = 100  # calls that are scheduled at a time

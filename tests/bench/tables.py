@@ -8,7 +8,7 @@ from tests.bench import links
 from tests.bench.contenders import our_process, our_run
 from tests.bench.figures import pss_mb, task_of, wait_for_step
 from tests.bench.workload import CLICKS_BATCH_SIZE, COLUMNS, NUM_IMPRESSIONS, TABLE_ROWS
-from tf2dist.data.clicks import make_impressions
+from tf2dist.data.loading import make_impressions
 
 NUM_WORKERS = NUM_PS = 2
 

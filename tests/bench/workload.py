@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tf2dist.data.clicks import make_impressions
+from tf2dist.data.loading import make_impressions
 
 BATCH_SIZE = 100
 DEEP_BATCH_SIZE = 16

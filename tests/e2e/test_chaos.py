@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import MAX_SLOWNESS, Command, our_processes, slowness, task_process, wait_until
 from tf2dist.checkpoint import snapshot
-from tf2dist.config.algorithms import ALGORITHMS
+from tf2dist.config.schema import ALGORITHMS
 
 CHAOS_SECS = float(os.environ.get("TF2DIST_CHAOS_SECS") or 10)
 SEED = int(os.environ.get("TF2DIST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
@@ -40,9 +40,9 @@ RUNS = [
 # Small models count as large and as deep: their tensors travel alone, and a call has one step.
 DEEP = """
 from tf2dist.model import packing
-from tf2dist.training import call_size
+from tf2dist.training import loop
 
-packing.LARGE_BYTES, call_size.UNROLLED_OPERATIONS = 256, 0
+packing.LARGE_BYTES, loop.UNROLLED_OPERATIONS = 256, 0
 """
 LEARNED_AT = {"async": 6_000, "sync": 800, "sync_replicas": 800}  # an accuracy of 0.9
 RESULTS = {"summary.json", "model.json", "model.keras", "training.png"}

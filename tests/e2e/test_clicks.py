@@ -10,7 +10,7 @@ import pytest
 
 import tf2dist
 from tests.conftest import Command
-from tf2dist.data.clicks import area_under_curve, make_impressions
+from tf2dist.data.loading import area_under_curve, make_impressions
 
 NUM_USERS, NUM_ITEMS = 20_000, 500  # the table of users is large enough to travel by rows
 OPTIONS = (

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tf2dist
 from tests.conftest import Command, ended, our_processes, start_module, wait_until
-from tf2dist.data.clicks import make_impressions
+from tf2dist.data.loading import make_impressions
 from tf2dist.finished.opening import data_of
 from tf2dist.finished.shell import Request
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.control.meeting import Meeting
-from tf2dist.control.messages import Back, Ended, Identity, Lost, Stop
-from tf2dist.control.token import job_key
 from tf2dist.errors import TfDistError
-from tf2dist.packing import pack
+from tf2dist.hosts.identity import job_key
+from tf2dist.hosts.meeting import Meeting
+from tf2dist.hosts.messages import Back, Ended, Identity, Lost, Stop
+from tf2dist.messages import pack
 
 
 @dataclass(frozen=True)

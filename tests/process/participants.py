@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import ports_of_tasks
 from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.control.channel import Channel
-from tf2dist.control.meeting import Meeting
-from tf2dist.control.messages import Back, Ended, Identity, Lost, MeetingEvent, Stop
-from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import Interrupted, TfDistError
+from tf2dist.hosts.connections import Channel
+from tf2dist.hosts.identity import NO_TOKEN_KEY
+from tf2dist.hosts.meeting import Meeting
+from tf2dist.hosts.messages import Back, Ended, Identity, Lost, MeetingEvent, Stop
 from tf2dist.linux import unused_ports
 
 WAIT_SECS = 20.0

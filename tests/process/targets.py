@@ -11,8 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tf2dist.messages import ToLauncher, ToTask
-from tf2dist.packing import unpack
+from tf2dist.messages import ToLauncher, ToTask, unpack
 
 
 def succeed(payload: dict[str, Any], to_launcher: ToLauncher) -> int:

@@ -13,9 +13,9 @@ from tests.conftest import REPOSITORY
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Cluster
-from tf2dist.control.channel import VERSION
-from tf2dist.control.messages import Ended
 from tf2dist.errors import ClusterError, TaskLostError
+from tf2dist.hosts.connections import VERSION
+from tf2dist.hosts.messages import Ended
 from tf2dist.linux import unused_ports
 
 
@@ -54,7 +54,7 @@ def test_a_missing_follower_is_named_to_all(enter: Meetings) -> None:
 
 
 def test_a_missing_leader_is_named_while_waiting(enter: Meetings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tf2dist.cluster.waiting.LINE_EVERY_SECS", 0.3)
+    monkeypatch.setattr("tf2dist.cluster.reachability.LINE_EVERY_SECS", 0.3)
     participant = enter(cluster_of(worker=2), "worker-1", timeout_secs=1)
     assert isinstance(participant.error(), TaskLostError)
     assert "still waiting for worker-0 at localhost:" in str(participant.error())
@@ -122,8 +122,8 @@ def test_a_refused_task_is_named_at_the_timeout(enter: Meetings) -> None:
 
 NEWER = """
 import json
-from tf2dist.control import channel
-channel.VERSION, channel.GREETING = 99, channel.NAME + bytes([99])
+from tf2dist.hosts import connections
+connections.VERSION, connections.GREETING = 99, connections.NAME + bytes([99])
 from tests.process.meet import main
 main()
 """

@@ -11,8 +11,8 @@ import pytest
 
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Task
-from tf2dist.control.messages import Back, Ended, Lost, Stop
 from tf2dist.errors import ClusterError, Left, TaskLostError, TrainingError
+from tf2dist.hosts.messages import Back, Ended, Lost, Stop
 
 
 def test_a_lost_worker_may_return_in_async_and_the_others_are_notified(enter: Meetings) -> None:
@@ -175,7 +175,7 @@ def test_a_broken_connection_does_not_end_a_program_with_sigpipe() -> None:
     code = """if True:
         import signal, socket
         from types import SimpleNamespace
-        from tf2dist.control.connections import Links
+        from tf2dist.hosts.connections import Links
 
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         links = Links(b"key", SimpleNamespace(on_closed=lambda link, why: print(why)))

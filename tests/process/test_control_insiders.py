@@ -23,9 +23,10 @@ from tests.process.participants import (
 )
 from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Task
-from tf2dist.control.channel import Channel
-from tf2dist.control.member import Membership
-from tf2dist.control.messages import (
+from tf2dist.hosts.connections import Channel
+from tf2dist.hosts.identity import NO_TOKEN_KEY
+from tf2dist.hosts.member import Membership
+from tf2dist.hosts.messages import (
     Ended,
     Go,
     HoldingJob,
@@ -40,8 +41,7 @@ from tf2dist.control.messages import (
     TaskAddress,
     Wire,
 )
-from tf2dist.control.token import NO_TOKEN_KEY
-from tf2dist.packing import pack
+from tf2dist.messages import pack
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),

@@ -24,9 +24,9 @@ from tests.process.participants import (
 )
 from tf2dist.cluster.listening import control_address
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.control import channel
-from tf2dist.control.token import NO_TOKEN_KEY
 from tf2dist.errors import ClusterError
+from tf2dist.hosts import connections
+from tf2dist.hosts.identity import NO_TOKEN_KEY
 
 
 def test_a_wrong_token(enter: Meetings) -> None:
@@ -126,7 +126,7 @@ class Relay:
 @given(st.lists(st.binary(max_size=300), max_size=4))
 def test_garbage(healthy: Healthy, pieces: list[bytes]) -> None:
     with call(healthy[0]) as line:
-        assert len(line.recv(channel.HELLO_BYTES, socket.MSG_WAITALL)) == channel.HELLO_BYTES
+        assert len(line.recv(connections.HELLO_BYTES, socket.MSG_WAITALL)) == connections.HELLO_BYTES
         with contextlib.suppress(OSError):  # the other side may close at any time
             for piece in pieces:
                 line.sendall(piece)
@@ -139,7 +139,7 @@ def test_garbage(healthy: Healthy, pieces: list[bytes]) -> None:
 
 def test_the_job_survives_garbage(healthy: Healthy) -> None:
     with call(healthy[0]) as line:
-        line.sendall(os.urandom(channel.HELLO_BYTES + channel.MAC_BYTES))
+        line.sendall(os.urandom(connections.HELLO_BYTES + connections.MAC_BYTES))
         assert is_closed(line)
     assert_job_runs(healthy)
 

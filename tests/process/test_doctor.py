@@ -10,7 +10,7 @@ import pytest
 
 from tests import fake_gpu
 from tf2dist.config.schema import DataConfig, RunConfig
-from tf2dist.launch import tensorflow_findings
+from tf2dist.launch import findings
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
@@ -23,13 +23,13 @@ def test_the_whole_command(tmp_path: Path) -> None:
 
 
 def test_tensorflow_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorflow_findings, "GPU_TIMEOUT_SECS", 0.01)
-    assert [finding.level for finding in tensorflow_findings.gpus()] == ["warn"]
+    monkeypatch.setattr(findings, "GPU_TIMEOUT_SECS", 0.01)
+    assert [finding.level for finding in findings.gpus()] == ["warn"]
 
 
 def test_a_tensorflow_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorflow_findings, "LIST_GPUS", "raise ImportError('no such library')")
-    (finding,) = tensorflow_findings.gpus()
+    monkeypatch.setattr(findings, "LIST_GPUS", "raise ImportError('no such library')")
+    (finding,) = findings.gpus()
     assert finding.level == "fail"
     assert "ImportError: no such library" in finding.text
 
@@ -39,8 +39,8 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(tmp_path: Path, monkeypatch
     driver.write_text("#!/bin/sh\necho 'GPU 0: a real one (UUID: 1)'\n")
     driver.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(tensorflow_findings, "LIST_GPUS", "print('[]')")
-    (finding,) = tensorflow_findings.gpus()
+    monkeypatch.setattr(findings, "LIST_GPUS", "print('[]')")
+    (finding,) = findings.gpus()
     assert (finding.level, finding.text) == ("warn", "the driver has 1 GPUs and TensorFlow sees none")
 
 
@@ -48,7 +48,7 @@ def test_a_driver_whose_gpus_tensorflow_does_not_see(tmp_path: Path, monkeypatch
 def test_how_local_workers_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in fake_gpu.FakeGpus(2, tmp_path / "gpus").env.items():
         monkeypatch.setenv(name, value)
-    (finding,) = tensorflow_findings.gpus(3)
+    (finding,) = findings.gpus(3)
     assert finding.text == "TensorFlow sees 2; 3 workers share them in turn, up to 2 on each"
 
 
@@ -59,8 +59,8 @@ def test_other_programs_do_not_get_the_job_token(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TF2DIST_TOKEN", "a secret of this job")
     look = f"import os; os.system('env >> {tmp_path}/seen'); print('[]')"
-    monkeypatch.setattr(tensorflow_findings, "LIST_GPUS", look)
-    (finding,) = tensorflow_findings.gpus()
+    monkeypatch.setattr(findings, "LIST_GPUS", look)
+    (finding,) = findings.gpus()
     assert finding.level == "ok"
     seen = (tmp_path / "seen").read_text()
     assert seen.count("PATH=") >= 2
@@ -92,7 +92,7 @@ def test_plugins_are_loaded_as_a_task_does(tmp_path: Path, text: str, finding: s
     plugin.write_text(text)
     (tmp_path / "beside.py").touch()
     config = RunConfig(model={"name": "mine"}, data=DataConfig(name="digits"), plugins=[str(plugin)])
-    assert str(next(tensorflow_findings.plugins(config))).startswith(finding.replace("{}", str(plugin)))
+    assert str(next(findings.plugins(config))).startswith(finding.replace("{}", str(plugin)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.py", "mine.py"], "nothing is made"
 
 
@@ -151,13 +151,13 @@ def test_an_untested_release_that_has_renamed_internals(tmp_path: Path) -> None:
 def test_an_untested_release_that_has_all_internals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other_release(tmp_path, {})
     monkeypatch.syspath_prepend(str(tmp_path))
-    (finding,) = tensorflow_findings.internals()
+    (finding,) = findings.internals()
     assert str(finding) == "ok    versions: keras 3.99.0 has all internals that tf2dist uses"
 
 
 def test_internals_of_a_tested_release_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorflow_findings, "TRY_INTERNALS", "1 / 0")
-    assert list(tensorflow_findings.internals()) == []
+    monkeypatch.setattr(findings, "TRY_INTERNALS", "1 / 0")
+    assert list(findings.internals()) == []
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,6 @@ def test_an_untested_release_that_cannot_be_checked(
 ) -> None:
     other_release(tmp_path, {})
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(tensorflow_findings, "TRY_INTERNALS", code)
-    monkeypatch.setattr(tensorflow_findings, "INTERNALS_TIMEOUT_SECS", 1.0)
-    assert str(next(tensorflow_findings.internals())).startswith(finding)
+    monkeypatch.setattr(findings, "TRY_INTERNALS", code)
+    monkeypatch.setattr(findings, "INTERNALS_TIMEOUT_SECS", 1.0)
+    assert str(next(findings.internals())).startswith(finding)

@@ -16,8 +16,7 @@ from tests.process.test_launcher import make, said, start, wait_for
 from tf2dist.errors import Interrupted, TaskLostError, TrainingError
 from tf2dist.launch.failures import FailureReader
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.messages import Exited, Ready
-from tf2dist.messages import Began
+from tf2dist.messages import Began, Exited, Ready
 from tf2dist.tf_constants import AUTOGRAPH_FILE
 
 

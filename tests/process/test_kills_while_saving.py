@@ -23,7 +23,7 @@ SAVE_FOR_EVER = """
 import json, os, sys
 from pathlib import Path
 import numpy as np
-from tf2dist.checkpoint.facts import Facts
+from tf2dist.checkpoint.snapshot import Facts
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints
 

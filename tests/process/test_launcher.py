@@ -18,8 +18,7 @@ from tests.conftest import REPOSITORY
 from tf2dist.errors import TaskLostError
 from tf2dist.launch import launcher as launcher_module
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.messages import Exited, Ready
-from tf2dist.messages import PeerGone, ResultMessage
+from tf2dist.messages import Exited, PeerGone, Ready, ResultMessage
 
 Message = TypeVar("Message")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tf2dist import linux
-from tf2dist.control.dialer import Dialer
+from tf2dist.hosts.connections import Dialer
 
 
 def in_a_child(function: Callable[[], bool]) -> bool:

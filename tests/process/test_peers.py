@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 from tests.hosts import with_hosts_file
-from tf2dist.cluster import reachability, waiting
+from tf2dist.cluster import reachability
 from tf2dist.cluster.addresses import Ip
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError, Interrupted, TaskLostError
@@ -144,9 +144,9 @@ def test_the_error_names_the_missing_tasks_and_why() -> None:
 
 
 def test_the_user_reads_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LINE_EVERY_SECS", 0.2)
+    monkeypatch.setattr(reachability, "LINE_EVERY_SECS", 0.2)
     lines: list[str] = []
-    wait = waiting.Wait(30.0, lines.append, first_line_secs=0.05)
+    wait = reachability.Wait(30.0, lines.append, first_line_secs=0.05)
     while len(lines) < 3:
         wait.notify("worker-1")
     assert wait.secs >= 0.45

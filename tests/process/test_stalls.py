@@ -57,7 +57,7 @@ ready.wait()
 def test_a_waiting_thread_of_the_users_is_not_blamed(tmp_path: Path) -> None:
     """It does not explain why the main thread makes no progress."""
     (tmp_path / "idle.py").write_text(IDLE)
-    code = "import idle; from tf2dist.process.current_function import current_function; print(current_function())"
+    code = "import idle; from tf2dist.process.heartbeat import current_function; print(current_function())"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30)
     where, is_users = ast.literal_eval(completed.stdout)

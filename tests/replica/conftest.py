@@ -22,7 +22,7 @@ from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
 def cluster() -> PsCluster:
     """Four workers with two CPU devices and three ps, with the digits published for their graphs."""
     from tf2dist import data
-    from tf2dist.training.parameter_server.inputs import publish
+    from tf2dist.training.parameter_server.batches import publish
 
     made = start_ps_cluster(num_workers=4, num_ps=3, cpus_per_worker=2)
     publish(data.load(run_config().data))
@@ -32,7 +32,7 @@ def cluster() -> PsCluster:
 @pytest.fixture
 def async_loop(cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Yields a function that makes an `AsyncLoop` with the first `num_workers` workers and `num_ps` ps."""
-    from tf2dist.training.parameter_server.loop import AsyncLoop
+    from tf2dist.training.parameter_server.async_loop import AsyncLoop
 
     yield from made_by(AsyncLoop.build, "async", cluster)
 
@@ -85,7 +85,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
 def publishing(cluster: PsCluster) -> Iterator[Callable[..., None]]:
     """Publishes other data for workers of this process, of which the first is the default, until the test ends."""
     from tf2dist import data
-    from tf2dist.training.parameter_server.inputs import publish
+    from tf2dist.training.parameter_server.batches import publish
 
     yield publish
     publish(data.load(run_config().data))

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from tf2dist.data.arrays import Splits, checked
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.training.hooks import Change, NamedArrays
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import keras
 
-from tf2dist.process import tf_internals
+from tf2dist import tf_internals
 
 # The private base classes in which Keras defines these methods for all optimizers and for all models.
 BASE_OPTIMIZER = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "_get_variable_index" in vars(kind))

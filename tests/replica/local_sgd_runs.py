@@ -15,8 +15,7 @@ from tests.replica.test_resume import arrived
 from tests.replica.test_streams import BATCH, of_generator, streamed
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.config.algorithms import AlgorithmConfig
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import AlgorithmConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.model import packing
 from tf2dist.testing import SyncWorker
@@ -118,7 +117,7 @@ class Counted:
 def built(
     worker: SyncWorker, config: RunConfig, start: Snapshot | None = None, given: InMemorySource | None = None
 ) -> Any:
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     packing.LARGE_BYTES = 256  # so that the kernels travel alone, as those of large models do
     source, splits = (given, given.load()) if given else source_and_splits(config)

@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from tests.replica.small_runs import assert_exact, run_config, server_of
 from tests.replica.test_resume import taken
-from tf2dist.config.algorithms import ALGORITHMS, AlgorithmConfig
+from tf2dist.config.schema import ALGORITHMS, AlgorithmConfig
 from tf2dist.errors import ConfigError
-from tf2dist.model import models
-from tf2dist.model.lookups import Lookups
+from tf2dist.model import builtin
+from tf2dist.model.tables import Lookups
 from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.wire import PackedCount
-from tf2dist.training.synchronous.step import SyncStep
+from tf2dist.training.synchronous.sync_step import SyncStep
 
 RATE = 0.1
 ASYNC = [name for name, entry in ALGORITHMS.items() if entry.mode == "async"]
@@ -47,7 +47,7 @@ def pushed(algorithm: AlgorithmConfig, optimizer: dict[str, Any]) -> list[np.nda
     """The weights after each of the updates, on a ps of one variable."""
     weight = keras.Variable([1.0, 2.0])
     arguments = {"learning_rate": RATE, **optimizer}
-    make = functools.partial(models.build_optimizer, arguments, len(GRADIENTS))
+    make = functools.partial(builtin.build_optimizer, arguments, len(GRADIENTS))
     config = run_config()
     config.algorithm = algorithm
     server = server_of(config, [weight], make, num_metrics=4)
@@ -70,8 +70,8 @@ def pushed(algorithm: AlgorithmConfig, optimizer: dict[str, Any]) -> list[np.nda
 @pytest.mark.parametrize("is_aware", [False, True], ids=["plain", "staleness_aware"])
 def test_the_rate_is_divided_by_the_staleness(optimizer: str, is_aware: bool) -> None:
     arguments = {"learning_rate": RATE, **OPTIMIZERS[optimizer]}
-    reference, weight = models.build_optimizer(arguments, len(GRADIENTS)), keras.Variable([1.0, 2.0])
-    scheduled = models.build_optimizer(arguments, len(GRADIENTS)).learning_rate
+    reference, weight = builtin.build_optimizer(arguments, len(GRADIENTS)), keras.Variable([1.0, 2.0])
+    scheduled = builtin.build_optimizer(arguments, len(GRADIENTS)).learning_rate
     reference.build([weight])
     found = pushed(AlgorithmConfig(kind="staleness_aware" if is_aware else "plain"), OPTIMIZERS[optimizer])
     schedule = reference._learning_rate if optimizer == "cosine" else lambda number: RATE
@@ -92,7 +92,7 @@ def test_staleness_aware_refuses_gradient_accumulation() -> None:
 def test_gradients_are_corrected_for_their_delay(optimizer: str) -> None:
     strength = 0.25
     arguments = {"learning_rate": RATE, **OPTIMIZERS[optimizer]}
-    reference, weight = models.build_optimizer(arguments, len(GRADIENTS)), keras.Variable([1.0, 2.0])
+    reference, weight = builtin.build_optimizer(arguments, len(GRADIENTS)), keras.Variable([1.0, 2.0])
     found = pushed(AlgorithmConfig(kind="delay_compensated", strength=strength), OPTIMIZERS[optimizer])
     for number, (gradient, pulled) in enumerate(zip(map(np.array, GRADIENTS), PULLED, strict=True)):
         corrected = gradient + strength * gradient * gradient * (weight.numpy() - np.array(pulled))

@@ -18,7 +18,7 @@ from tests.replica.small_runs import assert_exact, run_config
 from tf2dist import registry
 from tf2dist.errors import TaskLostError
 from tf2dist.training.loop import PauseRequest, WorkersAway
-from tf2dist.training.parameter_server import calls, graphs
+from tf2dist.training.parameter_server import graphs, schedule
 
 MakeLoop = Callable[..., Any]
 
@@ -214,7 +214,7 @@ def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
     counts = behind.counters.now()
     behind.restore(counts._replace(applied=49))
     with pytest.raises(TaskLostError, match=r"the ps have applied \[50, 49\] updates: this cannot be saved"):
-        calls.shut(loop._graphs.servers, 50)
+        schedule.shut(loop._graphs.servers, 50)
 
 
 @registry.register_optimizer("slow_to_apply")
@@ -230,7 +230,7 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stop does not wait for workers, but it does wait for every admitted update."""
-    monkeypatch.setattr(calls, "SETTLE_SECS", 60.0)  # a busy machine may need longer than usual for two updates
+    monkeypatch.setattr(schedule, "SETTLE_SECS", 60.0)  # a busy machine may need longer than usual for two updates
     config = run_config("softmax", "slow_to_apply", steps_per_execution=1)
     config.grace_secs = 0.1
     loop = async_loop(config, num_workers=2)
@@ -238,15 +238,17 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(
 
     def stop_in_an_update() -> PauseRequest:
         # Wait until both workers have reached both ps: after the stop a worker cannot start a push to the second one.
-        are_waiting = all(admitted == applied + 2 for admitted, applied in calls.counts_of(servers))
+        are_waiting = all(admitted == applied + 2 for admitted, applied in schedule.counts_of(servers))
         return PauseRequest.STOP if are_waiting else PauseRequest.NOTHING
 
     assert loop.train(20, stop_in_an_update) is PauseRequest.STOP
-    saved, counts = loop.snapshot(), calls.counts_of(servers)
+    saved, counts = loop.snapshot(), schedule.counts_of(servers)
     assert 0 < saved.step < 20
     loop._coordinator.join()
     assert (
-        [applied for _, applied in calls.counts_of(servers)] == [applied for _, applied in counts] == [saved.step] * 2
+        [applied for _, applied in schedule.counts_of(servers)]
+        == [applied for _, applied in counts]
+        == [saved.step] * 2
     )
     after = loop.snapshot()
     for name, array in saved.arrays.items():
@@ -254,11 +256,11 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(
 
 
 def test_how_long_a_stop_waits_for_workers() -> None:
-    assert calls.quiet_secs(0.0, 2, grace_secs=10.0) == 5.0, "no step has been measured yet"
-    assert calls.quiet_secs(100.0, 2, grace_secs=10.0) == 2.0
-    assert calls.quiet_secs(1.0, 2, grace_secs=10.0) == 4.0, "a step takes 2 s"
-    assert calls.quiet_secs(0.1, 2, grace_secs=10.0) == 5.0
-    assert calls.quiet_secs(100.0, 2, grace_secs=1.0) == 0.5
+    assert schedule.quiet_secs(0.0, 2, grace_secs=10.0) == 5.0, "no step has been measured yet"
+    assert schedule.quiet_secs(100.0, 2, grace_secs=10.0) == 2.0
+    assert schedule.quiet_secs(1.0, 2, grace_secs=10.0) == 4.0, "a step takes 2 s"
+    assert schedule.quiet_secs(0.1, 2, grace_secs=10.0) == 5.0
+    assert schedule.quiet_secs(100.0, 2, grace_secs=1.0) == 0.5
 
 
 def test_no_function_is_created_while_many_hosts_train() -> None:
@@ -272,16 +274,16 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         import numpy as np
         from tensorflow.python.eager import context
         from tests.replica.small_runs import run_config, source_and_splits
-        from tf2dist.training.parameter_server import inputs
-        from tf2dist.training.parameter_server.loop import AsyncLoop
+        from tf2dist.training.parameter_server import batches
+        from tf2dist.training.parameter_server.async_loop import AsyncLoop
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
         source, splits = source_and_splits(config)
-        inputs.publish(splits)
+        batches.publish(splits)
         cluster = replace(start_ps_cluster().cluster, shares_host=False)
         loop = AsyncLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
         # Each worker makes the functions of its pipeline in its own process.
-        inputs._published["tf2dist.train"](np.array([[0, 1]]), np.array(loop.sharding.order))
+        batches._published["tf2dist.train"](np.array([[0, 1]]), np.array(loop.sharding.order))
         known = context.context().list_function_names()
         for steps in (100, 150):
             loop.train(steps)

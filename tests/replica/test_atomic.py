@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.replica.small_runs import run_config, server_of
 from tf2dist import registry
-from tf2dist.model import models
+from tf2dist.model import builtin
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.server import ParameterServer
 from tf2dist.training.parameter_server.wire import PackedCount
@@ -43,7 +43,7 @@ def test_concurrent_pushes_are_all_applied(async_loop: Callable[..., Any], optim
     config = run_config("dnn", hidden_units=[500])  # large enough that updates overlap
     config.optimizer = {"learning_rate": 0.01, **OPTIMIZERS[optimizer]}
     loop = async_loop(config)
-    reference, weight = models.build_optimizer(config.optimizer, NUM_PUSHES), keras.Variable(0.0)
+    reference, weight = builtin.build_optimizer(config.optimizer, NUM_PUSHES), keras.Variable(0.0)
     for _ in range(NUM_PUSHES):
         reference.apply([tf.constant(1.0)], [weight])
     # Adam's bias correction depends on the order of overlapping updates, which is not fixed.
@@ -71,7 +71,7 @@ def push_at_once(loop: Any) -> np.ndarray:
 
 def server_with(weight: keras.Variable, arguments: dict[str, Any]) -> ParameterServer:
     """A ps of one weight, whose optimizer has these arguments."""
-    make = functools.partial(models.build_optimizer, arguments, 3)
+    make = functools.partial(builtin.build_optimizer, arguments, 3)
     server: ParameterServer = server_of(run_config(), [weight], make)
     return server
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tf2dist.errors import CheckpointError
-from tf2dist.fitting.state import changes_since, restore, state_of
+from tf2dist.fitting.callbacks import changes_since, restore, state_of
 
 
 class Counter(keras.callbacks.Callback):

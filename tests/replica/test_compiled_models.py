@@ -18,8 +18,7 @@ from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.evaluate import chunk_size
-from tf2dist.model.plan import EpochPlan
-from tf2dist.model.source import MakeOptimizer, build_step, plain_model
+from tf2dist.model.source import EpochPlan, MakeOptimizer, build_step, plain_model
 from tf2dist.model.step import ModelStep, StepOutput
 
 layers = keras.layers

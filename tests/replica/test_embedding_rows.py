@@ -19,7 +19,7 @@ from tf2dist.data import pipeline
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.errors import reason_of
-from tf2dist.process import initial_rows
+from tf2dist.process import placement
 from tf2dist.task import as_own_error
 
 # So many rows are large as bfloat16, too.
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(autouse=True)
 def _tables_of_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial_rows, "PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(placement, "PIECE_BYTES", 1 << 18)
 
 
 def examples(num: int, seed: int) -> Arrays:

@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config
-from tf2dist.checkpoint.saver import NoSaver
 from tf2dist.checkpoint.snapshot import Frozen
+from tf2dist.checkpoint.store import NoSaver
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.training.epochs import EpochDriver
+from tf2dist.training.driver import EpochDriver
 from tf2dist.training.hooks import Change
 from tf2dist.training.report import NoReporter
 
@@ -171,7 +171,7 @@ def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[
 def train_in_sync(
     worker: SyncWorker, source: InMemorySource, batch_size: int
 ) -> tuple[dict[str, list[float]], list[np.ndarray]]:
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     config, hooks = config_of(batch_size), RecordingHooks()
     loop = SyncLoop.build(
@@ -314,7 +314,7 @@ class Pausing(RecordingHooks):
 
 def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]:
     """The calls of a callback that ends the first epoch at a pause, and answers `end` at the end of that epoch."""
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     source, config = source_of("regression"), config_of(BATCH)
     hooks = Pausing({("pause", 0): Change(stop=True), ("epoch", 0): end})

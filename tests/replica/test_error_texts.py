@@ -13,8 +13,8 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.linux import unused_ports
-from tf2dist.process.tf_internals import error_texts
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
+from tf2dist.tf_internals import error_texts
 
 SERVER_THAT_DIES = """if True:
     import os, sys
@@ -29,7 +29,7 @@ SERVER_THAT_DIES = """if True:
 ITS_CLIENT = """if True:
     import sys
     import tensorflow as tf
-    from tf2dist.process.tf_internals import error_texts
+    from tf2dist.tf_internals import error_texts
     tf.config.experimental_connect_to_host("localhost:" + sys.argv[1])
     with tf.device("/job:worker/task:0/device:CPU:0"):
         value = tf.Variable(1.0)

@@ -22,7 +22,7 @@ from tf2dist.finished import names
 from tf2dist.finished.archives import sizes
 from tf2dist.finished.loading import load_in_files
 from tf2dist.finished.writing import MODEL_FILE, write_model
-from tf2dist.process.file_tables import LARGE_BYTES, Tables
+from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
 
 ROWS = LARGE_BYTES // 64 + 3
 IDS = np.random.default_rng(0).integers(0, ROWS, [50, 1]).astype(np.int32)

@@ -20,9 +20,9 @@ from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLauncher
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.process.inbox import Inbox
-from tf2dist.process.tf_internals import fresh_names, inner_optimizers, learning_rate_of, seeds_of
+from tf2dist.tf_internals import fresh_names, inner_optimizers, learning_rate_of, seeds_of
 from tf2dist.training.hooks import Change, LauncherHooks
 
 

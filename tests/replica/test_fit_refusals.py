@@ -14,7 +14,7 @@ import tf2dist
 from tf2dist.errors import FitError
 from tf2dist.fitting import refusals, request, shipping
 from tf2dist.fitting.run import alone_with
-from tf2dist.launch import start
+from tf2dist.launch import single_run
 from tf2dist.tf_constants import ONEDNN
 
 X = np.arange(120.0).reshape(40, 3)
@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "supervise", lambda *args: pytest.fail("a wrong call is run"))
+    monkeypatch.setattr(single_run, "supervise", lambda *args: pytest.fail("a wrong call is run"))
     return tmp_path
 
 
@@ -344,7 +344,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
         results.append(results[1].load())
         return {}
 
-    monkeypatch.setattr(start, "supervise", run)
+    monkeypatch.setattr(single_run, "supervise", run)
     monkeypatch.setattr(shipping, "is_task", False)
     tf2dist.fit(**{"model": model, "x": X, "y": Y, "batch_size": 4, "verbose": 0, **arguments})
     monkeypatch.setattr(shipping, "is_task", False)

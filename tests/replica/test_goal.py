@@ -5,7 +5,7 @@ import pytest
 from tf2dist.config.schema import TrainConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model.evaluate import Evaluation
-from tf2dist.training.goal import Goal
+from tf2dist.training.driver import Goal
 
 
 def evaluation(accuracy: float) -> Evaluation:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tf2dist.launch.environment import KEPT_PRIMITIVES
+from tf2dist.launch.launcher import KEPT_PRIMITIVES
 from tf2dist.tf_constants import ONEDNN
 
 # Convolutions that differ in one thing alone, and batches of several sizes.

@@ -18,11 +18,11 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
 from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.errors import ConfigError
-from tf2dist.model import models
+from tf2dist.model import builtin
 from tf2dist.model.source import build_step, built_model
 from tf2dist.model.step import ModelStep
-from tf2dist.process.tf_internals import seeds_of
 from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.tf_internals import seeds_of
 
 TIMEOUT_SECS = 360.0  # the workers of one fixture train all models
 pytestmark = pytest.mark.timeout(TIMEOUT_SECS + 60)
@@ -253,7 +253,7 @@ def plain_keras(name: str) -> Training:
     model = built_model(source, splits, config.seed)
     if not model.compiled:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(models.build_optimizer(config.optimizer, STEPS), loss, metrics=["accuracy"])
+        model.compile(builtin.build_optimizer(config.optimizer, STEPS), loss, metrics=["accuracy"])
     model.run_eagerly = True
     sharding = Sharding(len(splits.train), 100, 1, config.seed, whole_batch_loss=True)
     rows = pipeline.batches(lambda index: [index], sharding, 0, InputPosition()).take(STEPS)
@@ -296,7 +296,7 @@ def train(loop: Any) -> Training:
 
 def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str, Training]:
     """Trains with one configuration after another; returns the results by the names of the configurations."""
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     found = {}
     for name, config in configs.items():

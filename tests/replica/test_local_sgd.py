@@ -15,10 +15,9 @@ from tests.replica.local_sgd_runs import AVERAGES, CHANGED, CHANGING, LONG, PAUS
 from tests.replica.small_runs import source_and_splits
 from tests.replica.test_epochs import regression
 from tests.replica.test_resume import assert_same_arrays, taken
-from tf2dist.config.algorithms import AlgorithmConfig
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import AlgorithmConfig, RunConfig
 from tf2dist.data.stream import Reader
-from tf2dist.model import models
+from tf2dist.model import builtin
 from tf2dist.testing import SyncWorkers
 from tf2dist.training.loop import PauseRequest
 
@@ -149,7 +148,7 @@ def assert_defined(
 
 
 def assert_case(config: RunConfig, found: list[Any]) -> None:
-    new_optimizer = functools.partial(models.build_optimizer, config.optimizer, 14)
+    new_optimizer = functools.partial(builtin.build_optimizer, config.optimizer, 14)
     assert_defined(found, compiled_normed, config, new_optimizer, cut_by_hand(config))
     assert found[0].progress.examples == 1257 + 100
     assert any(name.startswith("outer/") for name in found[0].after.arrays) == (config.algorithm.outer_momentum > 0)

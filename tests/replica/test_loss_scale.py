@@ -17,14 +17,13 @@ from tests.replica.small_runs import run_config, source_and_splits
 from tests.replica.test_like_keras import STEPS, first_layers, plain_keras, weights_of
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
-from tf2dist.config.algorithms import AlgorithmConfig
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import AlgorithmConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
-from tf2dist.model.models import build_optimizer
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.builtin import build_optimizer
+from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 from tf2dist.training.about import LearningRates
 
@@ -80,7 +79,7 @@ def config_of(name: str, num_workers: int) -> RunConfig:
 
 def train_all(worker: SyncWorker) -> dict[str, dict[str, Any]]:
     """What each model is after all steps, the second half of them in a resumed run."""
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     found = {}
     for name in MODELS:
@@ -169,7 +168,7 @@ def test_it_is_refused_with_parameter_servers(
 
 
 def train_locally(worker: SyncWorker) -> None:
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     config = replace(config_of("half", 1), algorithm=AlgorithmConfig(kind="local_sgd", local_steps=4))
     known = worker.cluster, worker.task, *source_and_splits(config)

@@ -35,7 +35,7 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
         The MB that training adds to the memory, the values of some images, and whether images are read in place.
     """
     from tf2dist.data import pipeline
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     before = own_mb()
     images, config = np.load(path, mmap_mode="r"), run_config()
@@ -113,13 +113,13 @@ def test_the_evaluation_holds_no_more_large_images_at_a_time_than_the_training(
     async_loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tf2dist import data
-    from tf2dist.training.parameter_server import inputs
+    from tf2dist.training.parameter_server import batches
 
     # Under another name, so that the digits stay published for the other tests.
-    monkeypatch.setattr(inputs, "NAME", "large")
+    monkeypatch.setattr(batches, "NAME", "large")
     config = config_of_large()
     splits = data.load(config.data)
-    inputs.publish(splits)
+    batches.publish(splits)
     loop = async_loop(config, num_workers=1)
     evaluator = Evaluator(config, RegisteredSource(config), splits, pytest.fail)
     for evaluate in (lambda: loop.evaluate("test"), lambda: evaluator.evaluate(loop.snapshot(), "test")):

@@ -14,7 +14,7 @@ from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import data, registry
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
-from tf2dist.model import checks, models
+from tf2dist.model import builtin, checks
 from tf2dist.model.source import build_step
 from tf2dist.model.step import ModelStep
 
@@ -126,7 +126,7 @@ def test_random_numbers_from_a_generator_that_no_layer_owns_are_refused(register
 def test_an_optimizer_that_cannot_be_used_is_refused(register: Callable[..., None], build: Any, says: str) -> None:
     register(registry.OPTIMIZERS, build)
     with pytest.raises(ConfigError, match=rf"optimizer \(mine\): .*{says}"):
-        models.build_optimizer({"name": "mine"}, 10)
+        builtin.build_optimizer({"name": "mine"}, 10)
 
 
 @pytest.mark.parametrize(

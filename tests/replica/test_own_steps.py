@@ -16,14 +16,14 @@ import tf2dist
 from tests.replica import own_steps  # noqa: F401  registers models
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits
-from tf2dist.config.algorithms import AlgorithmConfig
+from tf2dist.config.schema import AlgorithmConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.source import build_step
-from tf2dist.training.synchronous.phases import PhasedStep
-from tf2dist.training.synchronous.prepare import step_class
+from tf2dist.training.synchronous.sync_setup import step_class
+from tf2dist.training.synchronous.sync_step import PhasedStep
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
 Y = X[:, :1] * 2

@@ -20,9 +20,9 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import ELEMENTWISE, check_parts
-from tf2dist.process import initial_rows, placement
-from tf2dist.process.parts import all_parts, joined, parts_of
-from tf2dist.process.tf_internals import fresh_names
+from tf2dist.process import placement
+from tf2dist.process.shards import all_parts, joined, parts_of
+from tf2dist.tf_internals import fresh_names
 from tf2dist.training.hooks import Change
 
 MakeLoop = Callable[..., Any]
@@ -112,17 +112,17 @@ AT_ONCE: list[Callable[[], Any]] = [
 def test_a_table_begins_with_the_rows_that_keras_draws(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces begin with any of the four numbers that are drawn together; parts have as many rows, or one more."""
     assigned: list[int] = []
-    assign_to = initial_rows.InitialRows.assign_to
+    assign_to = placement.InitialRows.assign_to
 
-    def record(self: initial_rows.InitialRows, parts: list[tf.Variable]) -> None:
+    def record(self: placement.InitialRows, parts: list[tf.Variable]) -> None:
         assigned.append(len(parts))
         assign_to(self, parts)
 
-    monkeypatch.setattr(initial_rows.InitialRows, "assign_to", record)
+    monkeypatch.setattr(placement.InitialRows, "assign_to", record)
     strategy = async_loop(placed("partitioned"), num_ps=3)._coordinator.strategy
     tables = [(401, 33, 3, 256), (2, 2000, 2, 256), (401, 33, 1, 1 << 20)]
     for make, (rows, columns, num_parts, min_part_bytes) in itertools.product(IN_PIECES + AT_ONCE, tables):
-        monkeypatch.setattr(initial_rows, "PIECE_BYTES", 4 * 11 * columns * num_parts)  # eleven rows of each part
+        monkeypatch.setattr(placement, "PIECE_BYTES", 4 * 11 * columns * num_parts)  # eleven rows of each part
         options = ClusterConfig(placement="partitioned", min_part_bytes=min_part_bytes)
         made = []
         assigned.clear()

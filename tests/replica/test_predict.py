@@ -13,7 +13,7 @@ import tensorflow as tf
 import tf2dist
 from tests.conftest import leave_free
 from tf2dist.errors import TrainingError
-from tf2dist.launch import start
+from tf2dist.launch import single_run
 from tf2dist.predicting.ranges import Ranges, range_size
 from tf2dist.predicting.worker import rows_of
 
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "supervise", lambda *args: pytest.fail("a wrong call is run"))
+    monkeypatch.setattr(single_run, "supervise", lambda *args: pytest.fail("a wrong call is run"))
     return tmp_path
 
 

@@ -14,7 +14,7 @@ from tests.replica.traced_models import IN_ASYNC as TRACED_IN_ASYNC
 from tests.replica.traced_models import IN_SYNC as TRACED_IN_SYNC
 from tests.replica.traced_models import MODELS as TRACED_MODELS
 from tf2dist.data.arrays import Arrays, Splits
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 
 layers = keras.layers
@@ -255,7 +255,7 @@ def train(loop: Any) -> Training:
 
 
 def train_in_sync(worker: SyncWorker, names: list[str]) -> dict[str, Training]:
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     found = {}
     for name in names:

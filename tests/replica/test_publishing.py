@@ -12,14 +12,8 @@ from tf2dist.config.schema import DataConfig
 from tf2dist.data import Arrays, Splits
 from tf2dist.data.passes import ExampleOrder, InputPosition, NumberedSteps, Sharding
 from tf2dist.registry import DATA
-from tf2dist.training.parameter_server import inputs
-from tf2dist.training.parameter_server.inputs import (
-    EVALUATED,
-    ArrayInput,
-    evaluated_examples,
-    publish,
-    remote_ranges,
-)
+from tf2dist.training.parameter_server import batches
+from tf2dist.training.parameter_server.batches import EVALUATED, ArrayInput, evaluated_examples, publish, remote_ranges
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
@@ -28,7 +22,7 @@ IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Gives every test its own name: a process publishes once under a name, and other tests use the default."""
-    monkeypatch.setattr(inputs, "NAME", tmp_path.name)
+    monkeypatch.setattr(batches, "NAME", tmp_path.name)
 
 
 def arrays(images: np.ndarray) -> Arrays:
@@ -75,7 +69,7 @@ def test_shapes_are_known_while_a_graph_is_made() -> None:
 @pytest.mark.parametrize("num_bytes", [1, 150, 1 << 22])
 def test_a_call_takes_its_batches_in_one_or_several_requests(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """The steps go from one pass into the next, and the last one of a pass has fewer examples."""
-    monkeypatch.setattr(inputs, "GATHERED_AT_ONCE", num_bytes)
+    monkeypatch.setattr(batches, "GATHERED_AT_ONCE", num_bytes)
     splits = Splits(arrays(IMAGES), None, None)
     publish(splits)
     sharding = Sharding(len(IMAGES), 7, 2, seed=3, whole_batch_loss=False)

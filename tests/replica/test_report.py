@@ -24,8 +24,8 @@ from tf2dist.messages import ProgressMessage as Shown
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.training.about import About
 from tf2dist.training.loop import Progress
-from tf2dist.training.metrics import TensorBoardWriter
 from tf2dist.training.report import Reporter
+from tf2dist.training.writers import TensorBoardWriter
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "cosine"])

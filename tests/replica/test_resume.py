@@ -21,7 +21,7 @@ from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, of_description, pack, unpack
 from tf2dist.checkpoint.state import check_keras
 from tf2dist.checkpoint.store import Checkpoints
-from tf2dist.config import keras_settings
+from tf2dist.config import load
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.run import first_snapshot
@@ -127,7 +127,7 @@ def test_the_checkpoint_of_another_model_is_refused(async_loop: MakeLoop) -> Non
 
 
 def test_a_checkpoint_made_under_other_settings_of_keras_is_refused() -> None:
-    now = keras_settings.DEFAULTS
+    now = load.DEFAULTS
     check_keras(KerasConfig(epsilon=1e-7, image_data_format="channels_last"), now, "run_dir")
     with pytest.raises(CheckpointError, match=r"run_dir: was trained with keras\.epsilon=0\.001, and it is 1e-07 now"):
         check_keras(KerasConfig(epsilon=1e-3), now, "run_dir")
@@ -144,7 +144,7 @@ def test_weights_of_another_data_format_are_refused(tmp_path: Path) -> None:
         ("channels_last", r"init_from: was trained with keras\.image_data_format"),
         ("channels_first", ""),
     ):
-        config.keras = replace(keras_settings.DEFAULTS, image_data_format=ours)
+        config.keras = replace(load.DEFAULTS, image_data_format=ours)
         with pytest.raises(CheckpointError, match=told) if told else contextlib.nullcontext():
             assert isinstance(first_snapshot(config, Checkpoints(tmp_path / "new"), print), Weights)
 
@@ -207,7 +207,7 @@ def sync_run(
 ) -> dict[str, Any]:
     """Continues from `start`, which only the first worker has; worker `stopper` soon asks for a stop."""
     from tf2dist.training.loop import PauseRequest
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     mine = start if worker.index == 0 else None
     cluster, task, strategy = worker.cluster, worker.task, worker.strategy

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf2dist.model.row_updates import apply_rows, can_be_lazy, is_exact_by_row
-from tf2dist.process.tf_internals import count_updates_in
-from tf2dist.training.parameter_server.atomic import make_atomic
+from tf2dist.model.tables import apply_rows, can_be_lazy, is_exact_by_row
+from tf2dist.tf_internals import count_updates_in
 from tf2dist.training.parameter_server.server import UpdateNumber
+from tf2dist.training.parameter_server.storage import make_atomic
 
 optimizers = keras.optimizers
 ROWS, COLUMNS, STEPS = 24, 3, 5

@@ -17,7 +17,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.training.synchronous import same_start
+from tf2dist.training.synchronous import sync_setup
 from tf2dist.training.synchronous.workers import PIECE_BYTES, Workers
 
 layers = keras.layers
@@ -65,7 +65,7 @@ def own_examples(config: Any) -> data.Splits:
 
 
 def train(worker: SyncWorker, config: RunConfig) -> Any:
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     cluster, task, strategy = worker.cluster, worker.task, worker.strategy
     loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)
@@ -82,7 +82,7 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[mis
 
 def test_optimizers_without_a_configuration_can_be_compared() -> None:
     schedule, function, number = [
-        same_start._description_of_optimizer(keras.optimizers.SGD(rate, name="mine"))
+        sync_setup._description_of_optimizer(keras.optimizers.SGD(rate, name="mine"))
         for rate in (Rate(), lambda: 0.25, 0.25)
     ]
     assert function == number != schedule

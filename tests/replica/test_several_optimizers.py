@@ -17,19 +17,17 @@ from tests.replica.test_resume import arrived, assert_same_arrays, taken
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints
-from tf2dist.config.algorithms import AlgorithmConfig
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import AlgorithmConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.finished.writing import describe, write_model
 from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.optimizer_checks import prepare_choice
-from tf2dist.model.plan import EpochPlan
-from tf2dist.model.source import build_step
-from tf2dist.process.parts import parts_of
-from tf2dist.process.tf_internals import groups_of, set_learning_rates
+from tf2dist.model.source import EpochPlan, build_step
+from tf2dist.process.shards import parts_of
 from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.tf_internals import groups_of, set_learning_rates
 from tf2dist.training.about import LearningRates
 
 layers, optimizers = keras.layers, keras.optimizers
@@ -79,7 +77,7 @@ def test_one_worker_of_sync_replicas_equals_keras(replicas_loop: MakeLoop) -> No
 
 def train_in_turn(worker: SyncWorker, snapshot: Snapshot) -> tuple[dict[str, Any], Snapshot, Snapshot]:
     """What plain training gives; what a run that was asynchronous gives ten steps later; and then local SGD."""
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     found = train_in_sync(worker, {"several_optimizers": config_of(worker.cluster.num_workers)})
     ends = []

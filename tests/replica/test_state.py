@@ -14,9 +14,9 @@ from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import check_same, differences, named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
-from tf2dist.config.keras_settings import DEFAULTS
+from tf2dist.config.load import DEFAULTS
 from tf2dist.errors import CheckpointError, NotFiniteError
-from tf2dist.model.models import build_optimizer
+from tf2dist.model.builtin import build_optimizer
 from tf2dist.model.source import build_step
 from tf2dist.training.evaluator import Evaluator
 

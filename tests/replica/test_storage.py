@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tests.replica.small_runs import run_config, server_of
 from tf2dist.checkpoint.state import Named, assign, named_variables, values
-from tf2dist.model import models
+from tf2dist.model import builtin
 from tf2dist.model.packing import LARGE_BYTES, is_large
-from tf2dist.process.parts import joined, parts_of
+from tf2dist.process.shards import joined, parts_of
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.server import ParameterServer
 from tf2dist.training.parameter_server.storage import PackedStorage, Storage, allocate_storage
@@ -45,7 +45,7 @@ def model_of(names: str = "abcde") -> tuple[keras.Model, list[keras.Variable]]:
 
 
 def server_with(variables: list[keras.Variable], arguments: dict[str, Any]) -> ParameterServer:
-    make = functools.partial(models.build_optimizer, {"learning_rate": 0.01, **arguments}, 3)
+    make = functools.partial(builtin.build_optimizer, {"learning_rate": 0.01, **arguments}, 3)
     server: ParameterServer = server_of(run_config(), variables, make)
     return server
 
@@ -82,7 +82,7 @@ def trained(names: str, arguments: dict[str, Any]) -> Named:
 def test_members_are_updated_as_keras_updates_them(kernel: str) -> None:
     found = values(trained("abcde", KERNELS[kernel]))
     model, variables = model_of()
-    optimizer = models.build_optimizer({"learning_rate": 0.01, **KERNELS[kernel]}, 3)
+    optimizer = builtin.build_optimizer({"learning_rate": 0.01, **KERNELS[kernel]}, 3)
     for step in range(3):
         optimizer.apply(gradients(variables, step), variables)
     wanted = values(named_variables(model, variables, [optimizer]))
@@ -122,7 +122,7 @@ def test_an_update_of_a_variable_that_is_cut_is_that_of_the_whole(kernel: str, n
 def test_the_learning_rate_of_vectors_can_be_changed() -> None:
     """As a callback does; it reads and sets the rate of the optimizer that it knows."""
     _, variables = model_of()
-    make = functools.partial(models.build_optimizer, {"name": "sgd", "learning_rate": 0.5}, 3)
+    make = functools.partial(builtin.build_optimizer, {"name": "sgd", "learning_rate": 0.5}, 3)
     server = server_of(run_config(), variables, make, keeps_rate=False)
     server.trace_functions({})
     server.optimizer.learning_rate = 0.25

@@ -14,7 +14,7 @@ from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
 from tf2dist.training import stragglers
-from tf2dist.training.call_size import CALL_SECS
+from tf2dist.training.loop import CALL_SECS
 from tf2dist.training.stragglers import TOKEN, Delays, longest_secs, publish
 
 MakeLoop = Callable[..., Any]

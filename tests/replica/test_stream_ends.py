@@ -19,7 +19,7 @@ from tf2dist.checkpoint.state import input_facts, stream_positions
 from tf2dist.data.arrays import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS, Reader, Shard, Stream, StreamSharding
 from tf2dist.errors import DataError
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.loop import EPOCH_ARRAY, EpochPosition
 
@@ -192,7 +192,7 @@ def test_synchronous_workers_end_an_epoch_with_the_first_of_them(sync_workers: S
 
 
 def in_parts(worker: SyncWorker) -> Any:
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     source, config, strategy = ending(of_unknown_length, 2), config_of(BATCH), worker.strategy
 

@@ -16,7 +16,7 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.data.stream import Load, Reader, Shard, Stream, StreamSharding
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 
 BATCH, EPOCHS = 20, 3
@@ -112,7 +112,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
 
 
 def drive_in_sync(worker: SyncWorker, source: Streamed, start: Snapshot | None = None, until: int | None = None) -> Any:
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     config, hooks, strategy = config_of(BATCH), RecordingHooks(), worker.strategy
     loop = SyncLoop.build(

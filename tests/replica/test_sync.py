@@ -15,7 +15,7 @@ from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
     """Trains as configured; returns the weights, losses and counts of the worker."""
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     losses = []
     source, splits = source_and_splits(config)
@@ -130,8 +130,8 @@ def graphs_of_the_step(worker: SyncWorker, configs: list[RunConfig]) -> list[str
 def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     import tensorflow as tf
 
-    from tf2dist.training.synchronous.loop import SyncLoop
-    from tf2dist.training.synchronous.step import SHARED
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
+    from tf2dist.training.synchronous.sync_step import SHARED
 
     cluster, task, strategy = worker.cluster, worker.task, worker.strategy
     loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)

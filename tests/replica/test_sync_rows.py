@@ -76,7 +76,7 @@ def config_of(batch_size: int = BATCH, optimizer: dict[str, Any] | None = None, 
 
 def train(worker: SyncWorker, runs: list[tuple[str, RunConfig]]) -> list[Training]:
     """Several runs in one life of the workers, which take seconds to start."""
-    from tf2dist.training.synchronous.loop import SyncLoop
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     trained = []
     for name, config in runs:

@@ -12,7 +12,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
 from tests.replica.keras_objects import BATCH, built_optimizer, compiled_model, random_model
-from tf2dist.process import tf_internals
+from tf2dist import tf_internals
 
 
 def operations_run(function: Callable[[], Any]) -> list[str]:

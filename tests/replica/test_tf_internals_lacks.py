@@ -26,8 +26,8 @@ from tests.replica.keras_objects import (
     several_optimizers,
     shared_random_model,
 )
+from tf2dist import tf_internals
 from tf2dist.errors import InstallationError
-from tf2dist.process import tf_internals
 from tf2dist.tf_constants import KERAS_DEFAULTS
 
 SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
@@ -334,7 +334,7 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
     ],
 )
 def test_the_probes_report_another_wording(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, line: str) -> None:
-    monkeypatch.setattr(f"tf2dist.process.tf_internals.{name}", value)
+    monkeypatch.setattr(f"tf2dist.tf_internals.{name}", value)
     (told,) = tf_internals.missing()
     package = line.partition(" ")[0]
     assert told.startswith(line.replace("{}", {"keras": keras, "tensorflow": tf}[package].__version__, 1))

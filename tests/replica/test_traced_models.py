@@ -14,7 +14,7 @@ from tests.replica.small_runs import run_config
 from tests.replica.traced_models import MODELS, TracedStep, X, Y, compiled, linear
 from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import ConfigError
-from tf2dist.model.call_scope import CallScope
+from tf2dist.model.scopes import CallScope
 from tf2dist.model.source import build_step
 from tf2dist.model.step import ModelStep
 

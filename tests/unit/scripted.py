@@ -9,13 +9,12 @@ from typing import Any, NoReturn
 import pytest
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.messages import MeetingEvent
 from tf2dist.errors import FailureRecord, TaskLostError
+from tf2dist.hosts.messages import MeetingEvent
 from tf2dist.launch.console import Console
-from tf2dist.launch.messages import Exited
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_state import Tasks
-from tf2dist.messages import Alive, Done, ResultMessage
+from tf2dist.messages import Alive, Done, Exited, ResultMessage
 
 TASKS = ["worker-0", "worker-1"]
 ECHO = "lost another task: Error from /job:worker"

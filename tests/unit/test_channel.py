@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf2dist.control import channel
-from tf2dist.control.channel import GREETING, Channel, VersionError, WireError
+from tf2dist.hosts import connections
+from tf2dist.hosts.connections import GREETING, Channel, VersionError, WireError
 
 KEY = b"k" * 32
 MESSAGE = "grüße".encode()
@@ -54,10 +54,10 @@ def test_another_key() -> None:
 
 def test_a_stranger_receives_a_nonce_and_nothing_else() -> None:
     accepting = Channel(KEY, dials=False)
-    assert len(accepting.unsent) == channel.HELLO_BYTES
+    assert len(accepting.unsent) == connections.HELLO_BYTES
     accepting.unsent.clear()
     with pytest.raises(WireError):
-        accepting.receive(GREETING + bytes(channel.NONCE_BYTES + channel.MAC_BYTES))
+        accepting.receive(GREETING + bytes(connections.NONCE_BYTES + connections.MAC_BYTES))
     assert not accepting.unsent
     assert not accepting.open
 
@@ -65,7 +65,7 @@ def test_a_stranger_receives_a_nonce_and_nothing_else() -> None:
 def test_an_accepting_side_that_does_not_know_the_key() -> None:
     dialing = Channel(KEY, dials=True)
     with pytest.raises(WireError, match="token differs"):
-        dialing.receive(GREETING + bytes(channel.NONCE_BYTES + channel.MAC_BYTES))
+        dialing.receive(GREETING + bytes(connections.NONCE_BYTES + connections.MAC_BYTES))
 
 
 def test_another_program() -> None:
@@ -75,8 +75,8 @@ def test_another_program() -> None:
 
 @pytest.mark.parametrize("dials", [True, False])
 def test_another_version(dials: bool) -> None:
-    with pytest.raises(VersionError, match=f"another version of tf2dist: protocol 99, here {channel.VERSION}"):
-        Channel(KEY, dials).receive(channel.NAME + bytes([99]) + bytes(channel.NONCE_BYTES))
+    with pytest.raises(VersionError, match=f"another version of tf2dist: protocol 99, here {connections.VERSION}"):
+        Channel(KEY, dials).receive(connections.NAME + bytes([99]) + bytes(connections.NONCE_BYTES))
 
 
 def test_a_proof_cannot_be_reflected() -> None:
@@ -91,7 +91,7 @@ def test_a_proof_cannot_be_reflected() -> None:
         Channel(KEY, dials=False).receive(hello + proof)
     mirror = Channel(KEY, dials=False)
     with pytest.raises(WireError):  # our own nonce, sent back
-        mirror.receive(bytes(mirror.unsent) + bytes(channel.MAC_BYTES))
+        mirror.receive(bytes(mirror.unsent) + bytes(connections.MAC_BYTES))
 
 
 @settings(max_examples=200, deadline=None)
@@ -108,4 +108,4 @@ def test_garbage_is_an_error_or_nothing(pieces: list[bytes], dials: bool) -> Non
 
 def test_a_length_that_is_damaged() -> None:
     with pytest.raises(WireError, match="announces 1048577 bytes"):
-        pair()[1].receive(channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1))
+        pair()[1].receive(connections.LENGTH.pack(connections.MAX_MESSAGE_BYTES + 1))

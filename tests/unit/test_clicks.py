@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from tf2dist.data.clicks import CONTEXT, FACTORS, ITEMS, USERS, area_under_curve, hidden_numbers, make_impressions
+from tf2dist.data.loading import CONTEXT, FACTORS, ITEMS, USERS, area_under_curve, hidden_numbers, make_impressions
 
 MOST_ROWS = 2**31 - 1
 

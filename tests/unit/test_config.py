@@ -20,7 +20,7 @@ from tf2dist.config.checks import check
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.interpreter import without_warnings
+from tf2dist.linux import without_warnings
 
 TF_CONFIG = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
 

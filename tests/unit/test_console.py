@@ -20,8 +20,7 @@ from tf2dist import cli
 from tf2dist.errors import FailureRecord, TaskFailure
 from tf2dist.fitting.consoles import QuietConsole, step_line
 from tf2dist.launch import console
-from tf2dist.launch.console import Console
-from tf2dist.launch.unblocked import Unblocked
+from tf2dist.launch.console import Console, Unblocked
 from tf2dist.messages import ProgressMessage
 
 PROGRESS = ProgressMessage("chief-0", step=1200, target_step=2750, metrics={"loss": 0.31213, "accuracy": 0.9})

@@ -16,7 +16,7 @@ from tests.tfds import write_mnist
 from tf2dist import cli
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import cache, location
-from tf2dist.launch import machine
+from tf2dist.launch import findings
 
 EXAMPLES = [bytes([number]) * 40 for number in range(5)]
 
@@ -74,7 +74,7 @@ def test_damaged_data_is_refused_by_name(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tf2dist: error: data (mnist): {file} {words}; put a whole one there, or remove ")
     assert not (folder / "outputs").exists()
-    (finding,) = machine.training_data(DataConfig(dir=str(folder)))
+    (finding,) = findings.training_data(DataConfig(dir=str(folder)))
     assert (finding.level, finding.text) == ("fail", f"data (mnist): {file} {words}")
 
 

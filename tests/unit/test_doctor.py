@@ -19,8 +19,8 @@ from tf2dist import doctor, linux
 from tf2dist.cluster import reachability
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location
-from tf2dist.launch import machine, tensorflow_findings
-from tf2dist.launch.machine import Finding
+from tf2dist.launch import findings
+from tf2dist.launch.findings import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without TensorFlow, in an empty directory that stays empty."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr(tensorflow_findings, "gpus", lambda num_local_workers: iter(()))
+    monkeypatch.setattr(findings, "gpus", lambda num_local_workers: iter(()))
     yield
     assert list((tmp_path / "empty").iterdir()) == []
 
@@ -165,32 +165,32 @@ def test_data_that_is_missing_or_incomplete(
 ) -> None:
     monkeypatch.setattr(location, "MNIST_HOST", "no-such-host.invalid")
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    (finding,) = machine.training_data(DataConfig(dir=str(tmp_path), offline=offline))
+    (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
     assert (finding.level, finding.topic) == (level, "data")
     folder = tmp_path / "mnist" / "3.0.1"
     folder.mkdir(parents=True)
     for name in ("dataset_info.json", *NAMES):
-        (finding,) = machine.training_data(DataConfig(dir=str(tmp_path), offline=offline))
+        (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
         assert (
             str(finding).split() == f"{level} data: MNIST in {tmp_path} is incomplete; remove {tmp_path}/mnist".split()
         )
         (folder / name).touch()
     shutil.rmtree(tmp_path / "mnist")
     write_mnist(tmp_path, [b"example"])
-    assert [finding.level for finding in machine.training_data(DataConfig(dir=str(tmp_path)))] == ["ok"]
+    assert [finding.level for finding in findings.training_data(DataConfig(dir=str(tmp_path)))] == ["ok"]
 
 
 def test_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    levels = [next(machine.run_folder(f"{tmp_path}/{name}")).level for name in ("a/b", "file", "file/x", "loop/x")]
+    levels = [next(findings.run_folder(f"{tmp_path}/{name}")).level for name in ("a/b", "file", "file/x", "loop/x")]
     assert levels == ["ok", "fail", "fail", "fail"]
 
 
 def test_versions_that_do_not_match_the_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"tensorflow": "2.20.0", "keras": "3.15.1", "numpy": "2.0.0"}
     monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
-    wrong = [finding for finding in machine.versions() if finding.level == "fail"]
+    wrong = [finding for finding in findings.versions() if finding.level == "fail"]
     assert [finding.text.partition(" is")[0] for finding in wrong] == ["tensorflow 2.20.0"]
     assert "install tensorflow" in wrong[0].fix
 
@@ -201,18 +201,18 @@ def test_a_package_of_another_name_than_its_module(monkeypatch: pytest.MonkeyPat
     for name, text in (("METADATA", "Name: mine-nightly\nVersion: 1.5\n"), ("top_level.txt", "mine\n")):
         (tmp_path / "mine_nightly-1.5.dist-info" / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(machine, "PACKAGES", ("mine", "no-such"))
-    _, *findings = machine.versions()
-    assert [(each.level, each.text) for each in findings] == [("ok", "mine 1.5"), ("fail", "no-such is not installed")]
+    monkeypatch.setattr(findings, "PACKAGES", ("mine", "no-such"))
+    _, *found = findings.versions()
+    assert [(each.level, each.text) for each in found] == [("ok", "mine 1.5"), ("fail", "no-such is not installed")]
 
 
 def test_too_many_tasks_for_the_machine() -> None:
-    levels = {finding.topic: finding.level for finding in machine.processors(10**6, 10**6)}
+    levels = {finding.topic: finding.level for finding in findings.processors(10**6, 10**6)}
     assert levels == {"cores": "warn", "memory": "warn"}
 
 
 def test_a_check_that_raises_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "versions", lambda: iter([1 // 0]))
+    monkeypatch.setattr(findings, "versions", lambda: iter([1 // 0]))
     assert only(examined("data=digits"), "warn  doctor: could not look: ZeroDivisionError")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
-from tf2dist.launch.environment import KEPT_PRIMITIVES, environment_of
+from tf2dist.launch.launcher import KEPT_PRIMITIVES, environment_of
 from tf2dist.tf_constants import ONEDNN
 
 LARGE = "model.hidden_units=[512,512]"

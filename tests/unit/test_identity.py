@@ -10,11 +10,11 @@ import pytest
 from tf2dist.cluster import addresses, listening
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import ClusterConfig, RunConfig, SimulateConfig, TaskConfig
-from tf2dist.control import identity, token
-from tf2dist.control.identity import differences, explain, identity_of
-from tf2dist.control.messages import Call, Difference, Identity, Join, Process, TaskAddress
 from tf2dist.errors import ClusterError, ConfigError
-from tf2dist.packing import pack, unpack
+from tf2dist.hosts import identity
+from tf2dist.hosts.identity import differences, explain, identity_of
+from tf2dist.hosts.messages import Call, Difference, Identity, Join, Process, TaskAddress
+from tf2dist.messages import pack, unpack
 
 CLUSTER = Cluster("sync", {"worker": ("a:1", "b:1")})
 TRAIN = "mnist-train.tfrecord-00000-of-00001"
@@ -129,7 +129,7 @@ SECRET = "0123456789abcdef"
 
 def key(environ: dict[str, str], cluster: Cluster = CLUSTER) -> tuple[bytes, list[str]]:
     messages: list[str] = []
-    return token.job_key(environ, cluster, messages.append), messages
+    return identity.job_key(environ, cluster, messages.append), messages
 
 
 def test_a_token_from_the_environment_or_a_file(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_modes_of_a_token_file(tmp_path: Path, mode: int, words: str) -> None:
 
 def test_without_a_token_a_warning_unless_all_tasks_are_local() -> None:
     made, told = key({})
-    assert made == token.NO_TOKEN_KEY
+    assert made == identity.NO_TOKEN_KEY
     assert len(told) == 1
     assert "no job token" in told[0]
     local = Cluster("sync", {"worker": ("localhost:1", "127.0.0.1:2", "[::1]:3")})

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tf2dist.cluster.spec import Cluster
-from tf2dist.config import keras_settings
+from tf2dist.config import load as loading
 from tf2dist.config.load import load
 from tf2dist.config.schema import KerasConfig
-from tf2dist.control.identity import differences, explain, identity_of
 from tf2dist.errors import ConfigError
+from tf2dist.hosts.identity import differences, explain, identity_of
 
 
 @pytest.fixture
@@ -26,15 +26,15 @@ def keras_of(*options: str) -> KerasConfig:
 
 
 def test_without_a_file_the_defaults_are_those_of_keras(file: Path) -> None:
-    assert keras_of() == keras_settings.DEFAULTS
-    assert keras_settings.notes(keras_of()) == []
+    assert keras_of() == loading.DEFAULTS
+    assert loading.notes(keras_of()) == []
 
 
 def test_an_option_overrides_the_file(file: Path) -> None:
     file.write_text(json.dumps({"image_data_format": "channels_first", "epsilon": 1e-3, "nnx_enabled": True}))
     settings = keras_of()
     assert settings == KerasConfig(floatx="float32", image_data_format="channels_first", epsilon=1e-3)
-    assert keras_settings.notes(settings) == [
+    assert loading.notes(settings) == [
         f"keras.image_data_format is channels_first, as in {file}",
         f"keras.epsilon is 0.001, as in {file}",
     ]
@@ -45,7 +45,7 @@ def test_an_option_overrides_the_file(file: Path) -> None:
 
 def test_a_file_that_keras_ignores_is_ignored(file: Path) -> None:
     file.write_text('{"floatx": ')
-    assert keras_of() == keras_settings.DEFAULTS
+    assert keras_of() == loading.DEFAULTS
 
 
 @pytest.mark.parametrize(

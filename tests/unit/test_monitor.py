@@ -21,8 +21,8 @@ from tests.unit.scripted import (
     write_echo,
 )
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.messages import Back, Ended, Lost, MeetingEvent
 from tf2dist.errors import Left, TaskFailure
+from tf2dist.hosts.messages import Back, Ended, Lost, MeetingEvent
 from tf2dist.launch import exit_causes
 from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
 

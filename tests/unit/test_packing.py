@@ -7,9 +7,22 @@ from typing import Any
 import pytest
 
 from tf2dist import messages
-from tf2dist.launch.messages import Event, Ready, Start, ToServer
-from tf2dist.messages import Alive, LongCall, ProgressMessage, ResultMessage, Saved, Stalled, ToLauncher
-from tf2dist.packing import MessageError, pack, unpack
+from tf2dist.messages import (
+    Alive,
+    Event,
+    LongCall,
+    MessageError,
+    ProgressMessage,
+    Ready,
+    ResultMessage,
+    Saved,
+    Stalled,
+    Start,
+    ToLauncher,
+    ToServer,
+    pack,
+    unpack,
+)
 
 MESSAGES = [
     Alive("worker-0"),

@@ -18,7 +18,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.launch import run_dir, single_run, supervisor
 from tf2dist.launch.console import Console
-from tf2dist.training.metrics import JsonlWriter
+from tf2dist.training.writers import JsonlWriter
 
 FOLDERS = ["logs", "checkpoints", "tensorboard"]
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_saving import assert_same, fail, snapshot
-from tf2dist.checkpoint.saver import Saver
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
-from tf2dist.checkpoint.store import Checkpoints
+from tf2dist.checkpoint.store import Checkpoints, Saver
 from tf2dist.errors import TrainingError
 from tf2dist.launch.supervisor import check_saved
 from tf2dist.messages import Saved, ToLauncher, Warned

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tf2dist.checkpoint.facts import Facts, InputFacts, ShardingFacts
 from tf2dist.checkpoint.snapshot import (
     ARRAYS,
     MANIFEST,
     PIECE_BYTES,
+    Facts,
+    InputFacts,
+    ShardingFacts,
     Snapshot,
     Weights,
     _seal,
@@ -26,7 +28,7 @@ from tf2dist.checkpoint.snapshot import (
     unpack,
 )
 from tf2dist.checkpoint.store import Checkpoints
-from tf2dist.config.keras_settings import DEFAULTS
+from tf2dist.config.load import DEFAULTS
 from tf2dist.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
-from tf2dist.config.choices import groups
+from tf2dist.config.compose import groups
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS, RunConfig

@@ -17,8 +17,8 @@ from tests.unit.scripted import (
     write_echo,
 )
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.messages import Ended, Stop
 from tf2dist.errors import Interrupted, Left, TaskFailure
+from tf2dist.hosts.messages import Ended, Stop
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
 

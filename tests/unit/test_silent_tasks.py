@@ -11,8 +11,7 @@ import pytest
 from tests.unit.scripted import ECHO, TASKS, ScriptedLauncher, ended, follow, start_with_echo, warnings_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskFailure, TaskLostError
-from tf2dist.launch.messages import Started
-from tf2dist.messages import LongCall, ResultMessage, Stalled
+from tf2dist.messages import LongCall, ResultMessage, Stalled, Started
 
 
 def test_a_task_that_is_silent_from_its_start_is_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +49,7 @@ def stalled(task: str, where: str = "", is_users: bool = False) -> Stalled:
 
 def test_a_task_stuck_in_the_users_code_is_not_restarted(tmp_path: Path) -> None:
     """Also if the task that waits for it reports first."""
-    waits = stalled("worker-0", "SyncLoop.train (tf2dist/training/synchronous/loop.py:9)")
+    waits = stalled("worker-0", "SyncLoop.train (tf2dist/training/synchronous/sync_loop.py:9)")
     launcher = ScriptedLauncher(
         tmp_path, [(105.0, waits), (107.0, stalled("worker-1", "load (mine.py:3)", is_users=True))]
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from tf2dist.errors import ConfigError
-from tf2dist.training.synchronous import summing
+from tf2dist.training.synchronous import workers
 
 TWO_HOSTS = [["a/0"], ["b/0"]]
 SHARED = [["a/0"], ["a/0"]]
@@ -32,7 +32,7 @@ PARTS = [["a/MIG-1"], ["a/MIG-2"]]
     ],
 )
 def test_the_choice(choice: str, gpus: list[list[str]], has_nccl: list[bool], expected: tuple[str, str]) -> None:
-    assert summing.choose(choice, gpus, has_nccl) == expected
+    assert workers.choose(choice, gpus, has_nccl) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_the_choice(choice: str, gpus: list[list[str]], has_nccl: list[bool], ex
 )
 def test_what_cannot_be_used_is_refused(choice: str, gpus: list[list[str]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        summing.choose(choice, gpus, [True, True])
+        workers.choose(choice, gpus, [True, True])

@@ -11,15 +11,15 @@ from dataclasses import asdict, replace
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.facts import InputFacts, ShardingFacts
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, Weights, in_file, is_finite
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, InputFacts, ShardingFacts, Snapshot, Weights, in_file, is_finite
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.process import heartbeat
-from tf2dist.process.parts import Part, assign_piece, joined, parts_of, read_piece, row_pieces
-from tf2dist.process.tf_internals import (
+from tf2dist.process.shards import Part, assign_piece, joined, parts_of, read_piece, row_pieces
+from tf2dist.registry import DATA_OF_FIT
+from tf2dist.tf_internals import (
     counter_of,
     counters_of,
     inner_optimizers,
@@ -28,7 +28,6 @@ from tf2dist.process.tf_internals import (
     state_of,
     trained_variables,
 )
-from tf2dist.registry import DATA_OF_FIT
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
 MAX_NAMES = 6  # of variables in a message
@@ -96,7 +95,7 @@ def _slots(
 
 
 def names_by_row(named: Named, tables: Sequence[keras.Variable]) -> set[str]:
-    """The names of tables, and of what optimizers hold for each of their rows; see `process.parts.row_pieces`."""
+    """The names of tables, and of what optimizers hold for each of their rows; see `process.shards.row_pieces`."""
     ids = set(map(id, tables))
     shapes = {name.removeprefix("model/"): tuple(v[0].shape) for name, v in named.items() if id(v[0]) in ids}
 

@@ -15,7 +15,7 @@ from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
 from tf2dist.files import write_whole
 from tf2dist.launch.console import Console, print_lines
 from tf2dist.launch.run_dir import locked
-from tf2dist.launch.start import check_local
+from tf2dist.launch.single_run import check_local
 from tf2dist.signals import Signals
 
 MAX_NAMED = 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tf2dist.config.choices import groups
+from tf2dist.config.compose import groups
 from tf2dist.config.option import MAX_SECS
 from tf2dist.config.schema import MODES, OPTIONS
 from tf2dist.errors import ConfigError, nearest

@@ -2,8 +2,8 @@
 
 import textwrap
 
-from tf2dist.config.choices import groups, keys, values
-from tf2dist.config.rules import ARGUMENTS
+from tf2dist.config.checks import ARGUMENTS
+from tf2dist.config.compose import groups, keys, values
 from tf2dist.config.schema import OPTIONS, RunConfig
 
 HEAD = """\

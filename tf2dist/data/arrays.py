@@ -1,4 +1,7 @@
-"""The data as trees of arrays in memory: the types that a data function returns, and the check of what it returns."""
+"""The data as trees of arrays in memory: the types that a data function returns, and the check of what it returns.
+
+Trees of arrays as Keras takes them, and their leaves in one order.
+"""
 
 import functools
 from dataclasses import dataclass, replace
@@ -6,12 +9,76 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tf2dist.data.layout import Layout, Tree, leaves_of
 from tf2dist.errors import DataError, kind_of
 
 if TYPE_CHECKING:
     from tf2dist.data.stream import Stream
+
+
+Tree = Any  # an array, or dicts, lists and tuples of arrays; None where there is nothing
+
+
+def leaves_of(tree: Tree) -> list[Any]:
+    """The leaves of a tree, without None; those of a dict in the order of its sorted keys, as in Keras."""
+    # Keras keeps None as a leaf, where TensorFlow and the transport of batches have nothing.
+    return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
+
+
+def have_same_structure(one: Tree, other: Tree) -> bool:
+    """Whether two trees have their leaves in the same places; a list is as good as a tuple."""
+    try:
+        keras.tree.assert_same_structure(*map(keras.tree.lists_to_tuples, (one, other)))
+    except ValueError:
+        return False
+    return True
+
+
+class Layout:
+    """The structure of an example, (x, y, sample_weight), and the shapes and types of its leaves.
+
+    Attributes:
+        specs: of each leaf of one example, without the dimension of the batch.
+
+    Args:
+        examples: the tree (x, y, sample_weight) of arrays [n, ...], or of the specs of such tensors.
+    """
+
+    def __init__(self, examples: tuple[Tree, Tree, Tree]) -> None:
+        self._tree = keras.tree.map_structure(lambda leaf: leaf is not None, examples)
+        self.specs = [tf.TensorSpec(leaf.shape[1:], _dtype_of(leaf)) for leaf in leaves_of(examples)]
+
+    def pack(self, leaves: list[Any]) -> tuple[Tree, Tree, Tree]:
+        """The tree (x, y, sample_weight) with these leaves, given in the order of `specs`."""
+        left = iter(leaves)
+        x, y, sample_weight = keras.tree.map_structure(lambda is_leaf: next(left) if is_leaf else None, self._tree)
+        return x, y, sample_weight
+
+    def batched(self, *shape: int | None) -> list[tf.TensorSpec]:
+        """The specs of a batch; `shape`: the dimensions before those of an example."""
+        return [tf.TensorSpec([*shape, *spec.shape], spec.dtype) for spec in self.specs]
+
+    def symbolic(self) -> tuple[Tree, Tree, Tree]:
+        """A batch of Keras' symbolic tensors."""
+        return self.pack([keras.KerasTensor((None, *spec.shape), spec.dtype.name) for spec in self.specs])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self._tree, self.specs) == (other._tree, other.specs)
+
+    def __str__(self) -> str:
+        shown = [f"{spec.dtype.name} [{', '.join(map(str, ['n', *spec.shape]))}]" for spec in self.specs]
+        return str(self.pack(shown))
+
+    # Equal layouts are equal by their trees, and dicts have no hash.
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _dtype_of(array: Any) -> tf.DType:
+    if isinstance(array.dtype, tf.DType):
+        return array.dtype
+    # numpy's strings of up to 5 bytes have the type S5; TensorFlow knows them as strings of any length.
+    return tf.string if array.dtype.kind in "SU" else tf.as_dtype(array.dtype)
 
 
 MASKED = "has masked values, which would be trained on like the others; fill them with numpy.ma.filled"

@@ -1,21 +1,55 @@
-"""Decides which data all tasks use and where it lies, before any of them starts. Never imports TensorFlow."""
+"""Decides which data all tasks use and where it lies, before any of them starts. Never imports TensorFlow.
+
+Lets tensorflow-datasets prepare MNIST, in a process of its own with the arguments DIR PARENT_PID.
+
+If that fails, the last line on stdout is the reason.
+"""
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tf2dist.config import choices
+from tf2dist.config import compose
 from tf2dist.config.convert import to_dataclass
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data import cache
-from tf2dist.errors import ConfigError, DataError
+from tf2dist.errors import ConfigError, DataError, first_line
 from tf2dist.files import expand, is_folder
-from tf2dist.interpreter import child_environment, module_command
-from tf2dist.tf_constants import LOG_LEVEL
+from tf2dist.linux import child_environment, die_with_parent, module_command
+from tf2dist.tf_constants import LOG_LEVEL, NO_GOOGLE
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    # Otherwise TensorFlow asks metadata.google.internal for credentials, on machines that are not Google's, too.
+    os.environ.setdefault(NO_GOOGLE, "true")
+    import tensorflow_datasets as tfds
+
+    # Without a network tensorflow-datasets retries for minutes. Behind a proxy the name may be unknown here.
+    host = urllib.parse.urlparse(tfds.builder_cls("mnist").URL).hostname
+    if host and not set(urllib.request.getproxies()) - {"no"}:
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            print(f"no network: the name {host} is unknown")
+            sys.exit(1)
+    # By default tensorflow-datasets accepts a file for which it has no checksum.
+    config = tfds.download.DownloadConfig(verify_ssl=True, force_checksums_validation=True)
+    try:
+        # Otherwise a prepared copy is looked for first, on another host than the one that the doctor names.
+        with tfds.testing.disable_gcs_access():
+            tfds.builder("mnist", data_dir=sys.argv[1]).download_and_prepare(download_config=config)
+    except Exception as error:
+        print(f"{type(error).__name__}: {first_line(str(error))}")
+        sys.exit(1)
+
 
 NUM_TRAIN = {"mnist": 60_000, "digits": 1_437}  # the validation examples, taken from these, included
 MADE_UP = ("parabola", "clicks")  # the data sets that have no classes, either
@@ -25,7 +59,7 @@ DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
 
 def _digits() -> DataConfig:
     """The fallback without MNIST, which needs no network."""
-    return to_dataclass(DataConfig, choices.values("data", "digits"))
+    return to_dataclass(DataConfig, compose.values("data", "digits"))
 
 
 def mnist_dir(config: DataConfig) -> Path:
@@ -171,7 +205,7 @@ def _download(folder: Path, timeout_secs: float) -> str:
     # In a process of its own: it imports TensorFlow, and can be killed at the deadline whatever it is doing.
     environment = {**child_environment(), LOG_LEVEL: "3", "CUDA_VISIBLE_DEVICES": "-1"}
     with subprocess.Popen(
-        module_command("tf2dist.data.download", str(folder), str(os.getpid())),
+        module_command("tf2dist.data.location", str(folder), str(os.getpid())),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -14,8 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import Arrays, Splits
-from tf2dist.data.layout import Layout, leaves_of
+from tf2dist.data.arrays import Arrays, Layout, Splits, leaves_of
 from tf2dist.data.passes import Sharding
 from tf2dist.data.pipeline import NO_AUTOGRAPH
 from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_place

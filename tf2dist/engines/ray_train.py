@@ -26,8 +26,8 @@ from tf2dist.cluster.tf_config import text_of
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.engines.request import FAILED_FOR_GOOD
 from tf2dist.errors import TaskLostError, TfDistError
-from tf2dist.interpreter import SECRETS
-from tf2dist.launch.command import report
+from tf2dist.launch.single_run import report
+from tf2dist.linux import SECRETS
 from tf2dist.signals import Signals
 from tf2dist.tf_constants import LEGACY_KERAS
 

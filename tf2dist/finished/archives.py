@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 
 from tf2dist.model.saved import WEIGHTS, leave_out_optimizer
-from tf2dist.process.file_tables import LARGE_BYTES
+from tf2dist.process.tables_in_files import LARGE_BYTES
 
 
 def unpack(path: Path, folder: Path, custom_objects: Mapping[str, Any]) -> bool:

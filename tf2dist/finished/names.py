@@ -9,8 +9,8 @@ import numpy as np
 from tf2dist.checkpoint.state import Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError
 from tf2dist.linux import free_memory
-from tf2dist.process.file_tables import LARGE_BYTES, large_table_of, put
-from tf2dist.process.tf_internals import counters_of, layers_of, seeds_of
+from tf2dist.process.tables_in_files import LARGE_BYTES, large_table_of, put
+from tf2dist.tf_internals import counters_of, layers_of, seeds_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 

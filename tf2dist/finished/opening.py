@@ -17,7 +17,7 @@ from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read
 from tf2dist.finished.loading import UnknownCode, load_in_files
 from tf2dist.finished.shell import Request, warn
-from tf2dist.process.file_tables import Tables
+from tf2dist.process.tables_in_files import Tables
 
 
 def config_of(request: Request) -> RunConfig:

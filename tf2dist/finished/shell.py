@@ -14,8 +14,8 @@ from typing import NoReturn
 from tf2dist import signals
 from tf2dist.errors import ConfigError, TfDistError, nearest
 from tf2dist.files import is_folder, is_path, settle_home
-from tf2dist.interpreter import import_lazily
 from tf2dist.launch.console import prepare_streams, print_lines
+from tf2dist.linux import import_lazily
 from tf2dist.tf_constants import GPU_GROWTH, KERAS_ON_TENSORFLOW, LOG_LEVEL
 
 # TensorFlow and Keras read it when they are imported.

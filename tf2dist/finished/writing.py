@@ -22,8 +22,8 @@ from tf2dist.files import write_whole
 from tf2dist.finished.names import OPTIMIZER, copy_names, fill, lack_of_memory, names_in_files, saved_variables
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.saved import WEIGHTS
-from tf2dist.process.file_tables import Tables
-from tf2dist.process.tf_internals import inner_optimizers, learning_rate_of, set_learning_rates
+from tf2dist.process.tables_in_files import Tables
+from tf2dist.tf_internals import inner_optimizers, learning_rate_of, set_learning_rates
 
 MODEL_FILE, DESCRIPTION = "model.keras", "model.json"
 TEMPORARY = ".part-model"  # a folder in the run directory

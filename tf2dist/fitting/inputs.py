@@ -11,8 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, in_native_order
-from tf2dist.data.layout import Tree, leaves_of
+from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, Tree, in_native_order, leaves_of
 from tf2dist.errors import FitError, kind_of
 
 DEFAULT_BATCH_SIZE = 32  # Keras's

@@ -7,14 +7,14 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.state import named_variables
-from tf2dist.data.layout import Layout, Tree, have_same_structure
+from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_place
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, ModelStep, generators
 from tf2dist.model.trace import read_directly
-from tf2dist.process.tf_internals import (
+from tf2dist.tf_internals import (
     build_metrics,
     config_of,
     counters_of,

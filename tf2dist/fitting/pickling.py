@@ -21,7 +21,7 @@ import keras
 
 from tf2dist.errors import FitError, reason_of
 from tf2dist.files import write_whole
-from tf2dist.interpreter import process_wide
+from tf2dist.linux import process_wide
 
 # Packages that every task has: their classes and functions in a model need not be sent.
 TASK_PACKAGES = ("keras", "tensorflow", "numpy", "builtins", "functools", "optree", "tf2dist")

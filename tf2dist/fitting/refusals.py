@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.config.rules import LAZY_ROWS
+from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.errors import FitError, kind_of
 from tf2dist.linux import free_memory
 from tf2dist.model.checks import check_trainable

@@ -13,17 +13,16 @@ import tensorflow as tf
 
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Place
+from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.config.load import load
-from tf2dist.config.rules import LAZY_ROWS
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
-from tf2dist.data.arrays import Arrays
-from tf2dist.data.layout import Layout, have_same_structure
+from tf2dist.data.arrays import Arrays, Layout, have_same_structure
 from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
-from tf2dist.launch.environment import completed
-from tf2dist.launch.start import check_simulated
-from tf2dist.model.plan import EpochPlan
+from tf2dist.launch.launcher import completed
+from tf2dist.launch.single_run import check_simulated
+from tf2dist.model.source import EpochPlan
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]
 # Keras's policies as values of devices.precision.

@@ -1,4 +1,7 @@
-"""One call of `fit`, from its checked arguments to its result."""
+"""One call of `fit`, from its checked arguments to its result.
+
+What `fit` returns.
+"""
 
 import sys
 import tempfile
@@ -14,8 +17,7 @@ import tensorflow as tf
 from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Splits
-from tf2dist.data.layout import Layout
+from tf2dist.data.arrays import Layout, Splits
 from tf2dist.errors import (
     ConfigError,
     FitError,
@@ -32,16 +34,64 @@ from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.request import Model, batches_of_a_step, check_share, name_of, set_model_options
-from tf2dist.fitting.result import History, Result
-from tf2dist.interpreter import process_wide
 from tf2dist.launch.console import Console, result_lines
-from tf2dist.launch.start import check_place, check_size, draw_training, run_in_folder
+from tf2dist.launch.single_run import check_place, check_size, draw_training, run_in_folder
+from tf2dist.linux import process_wide
+from tf2dist.messages import metrics_text
 from tf2dist.model.own_step import has_own_step
-from tf2dist.model.plan import EpochPlan
-from tf2dist.model.source import copies_of
+from tf2dist.model.source import EpochPlan, copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import StopRequests
-from tf2dist.training.sharding import sharding_of
+from tf2dist.training.loop import sharding_of
+
+
+class History(dict[str, list[Any]]):
+    """For each metric a list with a number for each epoch."""
+
+    @property
+    def history(self) -> "History":
+        """The same: `keras.Model.fit` returns an object that has the lists in this attribute."""
+        return self
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        history: as Keras's `History.history`: for each metric a list with a number for each epoch. Empty on hosts
+            without the leader. `history.history` is the same.
+        summary: the content of summary.json; empty on hosts without the leader, and after `TerminateOnNaN` has ended
+            the run.
+        run_dir: the directory of the run on this host.
+    """
+
+    history: History
+    summary: dict[str, Any]
+    run_dir: Path
+    _model: keras.Model | None
+    _where: str = ""
+
+    def __repr__(self) -> str:
+        """The result in a few lines, as the command prints it, with the numbers of the last epoch."""
+        lines = result_lines(self.summary, "").splitlines() if self.summary else []
+        last_epoch = {name: values[-1] for name, values in self.history.items() if values}
+        lines += [f"last epoch: {metrics_text(last_epoch)}"] if last_epoch else []
+        return "\n".join(["tf2dist.Result", *lines, str(self.run_dir)])
+
+    @property
+    def model(self) -> keras.Model:
+        """The compiled model with the final weights.
+
+        Raises:
+            TfDistError: it is on another host, which the message names.
+        """
+        # Only the leader's process has a mirror of the model. An error here, rather than in `fit`, lets the same script
+        # run to its end on every host.
+        if self._model is None:
+            raise TfDistError(f"the model is not on this host: {self._where}; tf2dist.load_model reads it there")
+        return self._model
+
 
 Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
 # The class of a task's error, of which only the exit code and the text come out of its process.

@@ -29,18 +29,17 @@ import cloudpickle
 import keras
 import numpy as np
 
-from tf2dist.data.arrays import Arrays, Splits
-from tf2dist.data.layout import Layout
+from tf2dist.data.arrays import Arrays, Layout, Splits
 from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, mirror, pickling
-from tf2dist.interpreter import without_warnings
+from tf2dist.linux import without_warnings
 from tf2dist.model.own_step import has_own_step, optimizers_of
-from tf2dist.model.plan import EpochPlan
 from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer
-from tf2dist.process.file_tables import Tables
-from tf2dist.process.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
+from tf2dist.model.source import EpochPlan
+from tf2dist.process.tables_in_files import Tables
+from tf2dist.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
 
 JOB, MODEL, TABLES, BUILD, CUSTOM = "job.json", "model", "tables", "build.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"

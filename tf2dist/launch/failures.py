@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tf2dist.errors import LOSSES, FailureRecord, NotFiniteError, RequestError, TaskLostError, TrainingError
 from tf2dist.launch.exit_causes import OomKills, limit_reached, signal_name
-from tf2dist.launch.messages import Exited
 from tf2dist.launch.run_state import Kill
+from tf2dist.messages import Exited
 
 TAIL_LINES = 30
 # Exit codes that neither a kill nor a call cut short by a signal produces: trust the record.

@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
-from tf2dist.interpreter import import_lazily
 from tf2dist.launch import generated_files
-from tf2dist.launch.messages import Exited, Forward, Ready, Start, Started, ToServer
-from tf2dist.messages import DROPPABLE, ToLauncher
-from tf2dist.packing import pack, unpack
+from tf2dist.linux import import_lazily
+from tf2dist.messages import DROPPABLE, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer, pack, unpack
 from tf2dist.signals import reset_inherited
 
 MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tf2dist import files
-from tf2dist.interpreter import child_environment, code_command
+from tf2dist.linux import child_environment, code_command
 
 POLL_SECS = 0.1
 STOP_SECS = 2.0  # for a job to end what it has started

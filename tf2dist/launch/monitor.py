@@ -6,18 +6,17 @@ from typing import Any
 
 from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.config.schema import RunConfig
-from tf2dist.control import messages as control
-from tf2dist.control.meeting import Meeting
 from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, Left, TaskFailure, TaskLostError
+from tf2dist.hosts import messages as control
+from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.console import Console
 from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_secondary
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.messages import Event, Exited
 from tf2dist.launch.restarts import RestartDecision, RestartPolicy
 from tf2dist.launch.run_state import Attempt, Caller, CallerMessage, Clock, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Watchdog
-from tf2dist.messages import Began, Note, PeerGone, ProgressMessage, ResultMessage, Saved, Status, Warned
+from tf2dist.messages import Began, Event, Exited, Note, PeerGone, ProgressMessage, ResultMessage, Saved, Status, Warned
 from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2

@@ -3,8 +3,8 @@
 import signal
 from collections.abc import Callable
 
-from tf2dist.control.meeting import Meeting
 from tf2dist.errors import FailureRecord, Interrupted, Left, NotFiniteError, RequestError, TaskFailure, TfDistError
+from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.failures import cause_order
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.run_state import Clock

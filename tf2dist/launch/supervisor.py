@@ -12,14 +12,12 @@ from typing import Any
 
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.control.identity import identity_of
-from tf2dist.control.meeting import Meeting
-from tf2dist.control.token import job_key
 from tf2dist.errors import Interrupted, Left, TrainingError
 from tf2dist.files import as_json, write_whole
+from tf2dist.hosts.identity import identity_of, job_key
+from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.console import Console, last_evaluation
-from tf2dist.launch.environment import environment_of
-from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.launcher import Launcher, environment_of
 from tf2dist.launch.monitor import Monitor
 from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
 from tf2dist.launch.run_state import Caller, Tasks

@@ -1,17 +1,164 @@
-"""Finds the tasks of this host that are frozen, silent or without progress, and kills them."""
+"""Finds the tasks of this host that are frozen, silent or without progress, and kills them.
+
+Which tasks have given no sign of life for so long that they count as lost. Pure logic, without processes.
+
+Tasks that make no progress: which function each is in, and which of them the others are waiting for.
+"""
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError, TrainingError
 from tf2dist.launch.launcher import KILL_TIMEOUT_SECS, Launcher
-from tf2dist.launch.liveness import LivenessTracker
-from tf2dist.launch.messages import Event, Ready, Started
 from tf2dist.launch.run_state import Clock, Kill, TaskRecord
-from tf2dist.launch.stalls import Stalls
-from tf2dist.messages import Done, LongCall, Silence, Stalled
+from tf2dist.messages import Done, Event, LongCall, Ready, Silence, Stalled, Started
 from tf2dist.process.heartbeat import STACKS_SIGNAL
+
+SILENT_SECS = 2.5  # a task reports every second
+
+
+class LivenessTracker:
+    """Tracks the signs of life of the tasks of a host.
+
+    A task that the kernel does not let run is frozen. One that runs and is silent may be stuck in code that keeps
+    Python's lock, or only be waiting there for another task.
+
+    Attributes:
+        awake_since: when the launcher itself last ran again after it had been suspended.
+        any_silent: whether some task showed no sign of life at the last check; the others may wait for it.
+
+    Args:
+        records: of the tasks by their names; the caller adds and removes them.
+        runs: whether the kernel lets the task of this name run.
+        silence_secs: how long one may show no sign of life.
+    """
+
+    def __init__(self, records: Mapping[str, TaskRecord], runs: Callable[[str], bool], silence_secs: float) -> None:
+        self._records, self._runs, self._silence_secs = records, runs, silence_secs
+        self._checked_at: float | None = None
+        self.awake_since = -float("inf")
+        self.any_silent = False
+
+    def note_heartbeat(self, task: str, now: float) -> None:
+        """Notes a sign of life; does not end an announced silence."""
+        record = self._records[task]
+        record.heard_at = max(record.heard_at, now)
+        record.ran_at = now
+
+    def note_silence(self, task: str, now: float, silent_secs: float) -> None:
+        """Notes that the task announces a silence; 0 seconds end it."""
+        record = self._records[task]
+        record.heard_at = now + silent_secs
+        record.ran_at = now
+
+    def find_lost(self, now: float) -> list[str]:
+        """The tasks that have shown no sign of life for too long; to be called several times a second."""
+        watched = {task: record for task, record in self._records.items() if record.is_expected_to_live}
+        self._discount_own_suspension(watched, now)
+        for task, record in watched.items():
+            if self._runs(task):
+                record.ran_at = now
+        frozen = {task: record for task, record in watched.items() if record.ran_at < now}
+        self.any_silent = bool(frozen) or any(now - record.heard_at > SILENT_SECS for record in watched.values())
+        if frozen:
+            # The others may be waiting for these, so their time starts again.
+            for record in watched.values():
+                record.heard_at = max(record.heard_at, now)
+            return [task for task, record in frozen.items() if now - record.ran_at > self._silence_secs]
+        return self._find_silent(watched, now)
+
+    def _discount_own_suspension(self, watched: Mapping[str, TaskRecord], now: float) -> None:
+        """If the launcher was suspended, does not count that time as silence."""
+        # Checks come several times a second: after so long a gap this process has not run.
+        checked_at, self._checked_at = self._checked_at, now
+        if checked_at is None or (suspended_secs := now - checked_at) <= self._silence_secs / 2:
+            return
+        self.awake_since = now
+        for record in watched.values():
+            # Never later than now, except for an announced silence, which is later already.
+            record.heard_at = max(record.heard_at, min(record.heard_at + suspended_secs, now))
+            record.ran_at = max(record.ran_at, min(record.ran_at + suspended_secs, now))
+
+    def _find_silent(self, watched: Mapping[str, TaskRecord], now: float) -> list[str]:
+        """The lost task among those that run and are silent: one at a time, since the others may be waiting for it."""
+        suspects = [task for task, record in watched.items() if now - record.heard_at > self._silence_secs / 2]
+        # The coordinator calls all others, and cannot be blamed while one of them is silent too.
+        blamed = [task for task in suspects if not task.startswith("chief-")] or suspects
+        oldest = min(blamed, key=lambda task: watched[task].heard_at, default=None)
+        if oldest is None or now - watched[oldest].heard_at <= self._silence_secs:
+            return []
+        for task in suspects:
+            if task != oldest:
+                watched[task].heard_at = now
+        return [oldest]
+
+
+Message = TypeVar("Message", bound=LongCall)
+
+GATHER_SECS = 1.0  # tasks in the same function report that at about the same time
+BLAME_SECS = 3.0  # a task may report a stall before the task that it waits for, which is in the user's code, does
+
+
+class Stalls:
+    """Gathers the reports of tasks that make no progress; see `heartbeat`.
+
+    Args:
+        notify: takes a line for the user.
+    """
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._long_calls: dict[str, LongCall] = {}
+        self._stalled: dict[str, Stalled] = {}
+        self._long_calls_since = 0.0
+        self._stalled_since = 0.0
+
+    def add(self, message: LongCall, now: float) -> None:
+        # The times are those of the first reports: if every report renewed them, nothing would ever be shown.
+        if isinstance(message, Stalled):
+            self._stalled_since = self._stalled_since if self._stalled else now
+            self._stalled[message.task] = message
+        else:
+            self._long_calls_since = self._long_calls_since if self._long_calls else now
+            self._long_calls[message.task] = message
+
+    def forget(self, task: str) -> None:
+        self._long_calls.pop(task, None)
+        self._stalled.pop(task, None)
+
+    def clear(self) -> None:
+        self._long_calls.clear()
+        self._stalled.clear()
+
+    def pop_blamed(self, now: float) -> list[Stalled]:
+        """Shows the user where tasks are; returns the stalled tasks that are to blame, as soon as that is clear."""
+        if self._long_calls and now - self._long_calls_since > GATHER_SECS:
+            self._notify_long_calls()
+        # A task in the user's code does not wait for another task: it can be blamed before the others have reported.
+        blamed = in_users_code(self._stalled.values())
+        if not blamed and self._stalled and now - self._stalled_since > BLAME_SECS:
+            blamed = list(self._stalled.values())
+        if blamed:
+            self._stalled.clear()
+        return blamed
+
+    def _notify_long_calls(self) -> None:
+        """Shows only the tasks in the user's code, if there are any: the others may be waiting for them."""
+        places: dict[str, list[LongCall]] = {}
+        for message in in_users_code(self._long_calls.values()) or self._long_calls.values():
+            places.setdefault(message.where, []).append(message)
+        for where, messages in places.items():
+            names = ", ".join(message.task for message in messages)
+            secs = min(message.secs for message in messages)
+            self._notify(f"{names}: in {where} for {secs} s")
+        self._long_calls.clear()
+
+
+def in_users_code(messages: Iterable[Message]) -> list[Message]:
+    return [message for message in messages if message.is_users]
+
 
 STACKS_SECS = 0.5  # for a task to write them
 

@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.arrays import Splits
-from tf2dist.model.gathering import noting
+from tf2dist.model.batch_attention import noting
 from tf2dist.model.recurrence import reached_from, recurrence_of
 from tf2dist.model.step import ModelStep, step_place
-from tf2dist.process.tf_internals import layers_of
+from tf2dist.tf_internals import layers_of
 
 SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
 TOLERANCE = 1e-3  # relative

@@ -10,15 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import Splits
-from tf2dist.data.layout import Layout, leaves_of
+from tf2dist.data.arrays import Layout, Splits, leaves_of
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.batch_dependence import Dependence, StateChange, loss_dependence, state_changes
 from tf2dist.model.gradients import WAY_OUT
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep
 from tf2dist.model.trace import Trace
-from tf2dist.process.tf_internals import groups_of, inner_optimizers, layers_of, seeds_of
+from tf2dist.tf_internals import groups_of, inner_optimizers, layers_of, seeds_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 # Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.

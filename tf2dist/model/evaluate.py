@@ -7,7 +7,7 @@ import numpy as np
 
 from tf2dist.errors import DataError, NotFiniteError, TrainingError
 from tf2dist.model.metrics import Metrics, Results
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import ModelStep
 
 MAX_CHUNK = 1000  # examples for each forward pass

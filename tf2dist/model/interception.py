@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
-from tf2dist.interpreter import process_wide
-from tf2dist.model.call_scope import current_scope, inlines
-from tf2dist.process.tf_internals import body_of, replace_custom_gradients
+from tf2dist.linux import process_wide
+from tf2dist.model.scopes import current_scope, inlines
+from tf2dist.tf_internals import body_of, replace_custom_gradients
 
 
 def prepare_process() -> None:

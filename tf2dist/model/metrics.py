@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.model.call_scope import inlining
-from tf2dist.process.tf_internals import loss_tracker_of, output_trackers_of
+from tf2dist.model.scopes import inlining
+from tf2dist.tf_internals import loss_tracker_of, output_trackers_of
 
 Results = dict[str, float]
 

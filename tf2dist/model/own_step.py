@@ -8,19 +8,18 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.data.layout import Layout
+from tf2dist.data.arrays import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_place
-from tf2dist.model.call_scope import building
-from tf2dist.model.gathering import num_calls
+from tf2dist.model.batch_attention import num_calls
 from tf2dist.model.gradients import WAY_OUT, is_zero
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.recurrence import decay_of, reached_from
+from tf2dist.model.scopes import TrainScope, Update, building, intercept_updates
 from tf2dist.model.step import ModelStep, StepOutput
 from tf2dist.model.trace import Trace
-from tf2dist.model.train_scope import TrainScope, Update, intercept_updates
-from tf2dist.process.tf_internals import counter_of, groups_of, inner_optimizers
+from tf2dist.tf_internals import counter_of, groups_of, inner_optimizers
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
 PLAIN = (bool, int, float, str, type(None))  # the types of attributes in which a step could count in Python

@@ -1,25 +1,59 @@
-"""Where the model, the optimizer and the data of a run come from: the names of a configuration, or a call of `fit`."""
+"""Where the model, the optimizer and the data of a run come from: the names of a configuration, or a call of `fit`.
+
+How a run is cut into epochs.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Splits
-from tf2dist.data.layout import Layout
+from tf2dist.data.arrays import Layout, Splits
 from tf2dist.data.loading import load
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks, own_step
-from tf2dist.model.models import build_model, build_optimizer
+from tf2dist.model.builtin import build_model, build_optimizer
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
-from tf2dist.model.plan import EpochPlan
 from tf2dist.model.step import ModelStep, has_own_loss
-from tf2dist.process.parts import all_parts
-from tf2dist.process.tf_internals import compute_loss, config_of, undecayed, with_inner
+from tf2dist.process.shards import all_parts
+from tf2dist.tf_internals import compute_loss, config_of, undecayed, with_inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """The epochs of a run as in `keras.Model.fit`: at the end of each come its metrics, validation and callbacks.
+
+    Attributes:
+        epochs: the number of the epoch before which the run ends, counted from 0 like `initial_epoch`.
+        steps_per_epoch: global steps; None: one pass over the data by the whole cluster; over streams, to the end of
+            the data.
+        validation_freq: the number of epochs from one validation to the next, or the numbers of the epochs with a
+            validation, counted from 1.
+        validation_batch_size: None: as many examples at once as are fast.
+        validation_steps: batches to validate on; None: all.
+        shuffle: whether every epoch has a permutation of its own.
+    """
+
+    epochs: int = 1
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    validation_freq: int | tuple[int, ...] = 1
+    validation_batch_size: int | None = None
+    validation_steps: int | None = None
+    shuffle: bool = True
+
+    def validates(self, epoch: int) -> bool:
+        """Whether there is a validation after an epoch, counted from 0."""
+        # Keras counts epochs from 1 here, and from 0 everywhere else.
+        if isinstance(self.validation_freq, int):
+            return (epoch + 1) % self.validation_freq == 0
+        return epoch + 1 in self.validation_freq
+
 
 MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in the whole run
 

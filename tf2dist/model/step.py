@@ -9,17 +9,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.layout import Layout, leaves_of
-from tf2dist.model.call_scope import CallScope, inlining, recording
-from tf2dist.model.gathering import num_calls
+from tf2dist.data.arrays import Layout, leaves_of
+from tf2dist.model.batch_attention import num_calls
 from tf2dist.model.gradients import is_zero
 from tf2dist.model.interception import prepare_process
-from tf2dist.model.lookups import LookupScope, TableLookups
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
+from tf2dist.model.scopes import CallScope, inlining, recording
+from tf2dist.model.tables import LookupScope, TableLookups
 from tf2dist.model.trace import Trace
-from tf2dist.process.parts import parts_of, read_rows
-from tf2dist.process.tf_internals import build_metrics, compute_loss, losses_of, mask_of, own_layers_of_keras, seeds_of
+from tf2dist.process.shards import parts_of, read_rows
+from tf2dist.tf_internals import build_metrics, compute_loss, losses_of, mask_of, own_layers_of_keras, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
 WEIGHTED_MEAN = "mean_with_sample_weight"  # that of a mean which is divided by the weights of the examples

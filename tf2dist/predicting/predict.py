@@ -31,7 +31,7 @@ from tf2dist.fitting.run import as_public_error, leave_gpus_to_tasks, private_fo
 from tf2dist.launch.console import rate_text
 from tf2dist.launch.run_dir import locked, make_run_dir
 from tf2dist.predicting.ranges import DESCRIPTION, Ranges, range_size
-from tf2dist.process.file_tables import Tables
+from tf2dist.process.tables_in_files import Tables
 from tf2dist.registry import ARRAYS_OF_FIT
 
 SAMPLE = 1024  # examples by which other data are noticed; reading gigabytes would delay every start

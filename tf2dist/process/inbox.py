@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 from tf2dist.cluster.addresses import Ip, as_ipv4, ip_of, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.messages import HookAnswer, PauseWanted, PeerGone, ToTask
-from tf2dist.packing import unpack
+from tf2dist.messages import HookAnswer, PauseWanted, PeerGone, ToTask, unpack
 from tf2dist.process import heartbeat
 
 RECONNECT_SECS = 90.0  # TensorFlow calls the lost host a few more times, and each time gRPC gives up after 20 s

@@ -8,12 +8,13 @@ from collections.abc import Collection
 import numpy as np
 import tensorflow as tf
 
+from tf2dist import tf_internals
 from tf2dist.cluster import reachability
+from tf2dist.cluster.reachability import still_waiting
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.cluster.waiting import still_waiting
 from tf2dist.errors import ConfigError, TaskLostError
-from tf2dist.process import heartbeat, tf_internals
-from tf2dist.process.tf_internals.error_texts import late_tasks
+from tf2dist.process import heartbeat
+from tf2dist.tf_internals.error_texts import late_tasks
 
 LEAVE_TIMEOUT_SECS = 10.0
 LOOK_SECS = reachability.PROBE_SECS + 1.0  # for all workers

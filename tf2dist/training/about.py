@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.process.tf_internals import counter_of, inner_optimizers, learning_rate_of
+from tf2dist.tf_internals import counter_of, inner_optimizers, learning_rate_of
 
 SECTIONS = ("mode", "model", "optimizer", "algorithm", "data", "train", "cluster", "seed")
 SCHEDULE = keras.optimizers.schedules.LearningRateSchedule

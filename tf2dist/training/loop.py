@@ -1,4 +1,9 @@
-"""What the training loops have in common: their interface, their progress, and the requests to pause them."""
+"""What the training loops have in common: their interface, their progress, and the requests to pause them.
+
+How the training set of a run is cut into batches, from its configuration and its plan.
+
+How many steps one call of TensorFlow executes: enough to hide the cost of a call, few enough to pause soon.
+"""
 
 import abc
 import enum
@@ -12,20 +17,20 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.facts import Facts, InputFacts
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen, Snapshot
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Facts, Frozen, InputFacts, Snapshot
 from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_position, names_by_row
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.arrays import Splits
 from tf2dist.data.location import DEFAULT_EPOCHS
-from tf2dist.data.passes import NumberedSteps, Sharding
-from tf2dist.data.stream import UNKNOWN_STEPS
+from tf2dist.data.passes import AggregatedSharding, NumberedSteps, Sharding
+from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.model.checks import Advice, advice_on
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics
-from tf2dist.model.plan import EpochPlan
+from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import ModelStep
-from tf2dist.process.tf_internals import set_learning_rates
+from tf2dist.tf_internals import set_learning_rates
 from tf2dist.training.hooks import Change
 
 EPOCH_ARRAY = "epoch/position"  # the name of an `EpochPosition` in a snapshot
@@ -399,3 +404,58 @@ class LoopBase(abc.ABC):
 
     def histograms(self) -> dict[str, np.ndarray]:
         return {}
+
+
+def sharding_of(
+    config: RunConfig, mode: str, splits: Splits, plan: EpochPlan | None, num_shards: int, batch_size: int
+) -> Sharding:
+    """How the training set is cut into batches, or how the batches of streams are counted; see `Sharding`.
+
+    Args:
+        mode: of the loop that takes the batches.
+        num_shards: workers, or with mode=sync replicas.
+        batch_size: of a shard.
+    """
+    shuffle = plan is None or plan.shuffle
+    if mode == "sync_replicas":
+        replicas = config.sync_replicas.replicas_to_aggregate or num_shards
+        return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
+    is_sync = mode == "sync"
+    if splits.stream:
+        assert plan, "streams come from a call of `fit`"
+        return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, config.seed, is_sync)
+    return Sharding(len(splits.train), batch_size, num_shards, config.seed, is_sync, shuffle)
+
+
+CALL_SECS = 0.4  # a request to stop or save waits for a call; longer ones make no run faster
+MAX_STEPS = 50  # more would save little more
+# With parameter servers the steps of a call are unrolled. A worker prepares all of their operations before its first
+# step, which takes seconds for a deep model. And a step takes 20 ns and more for each parameter that it trains.
+UNROLLED_STEPS = 50
+UNROLLED_OPERATIONS = 30_000
+UNROLLED_PARAMETERS = 20_000_000
+
+
+def steps_in_call_secs(secs_per_step: float) -> int:
+    """The number of steps, from 1 to MAX_STEPS, that take about CALL_SECS."""
+    return max(1, min(MAX_STEPS, int(CALL_SECS / secs_per_step)))
+
+
+def unrolled_steps(traced_step: Any, variables: list[keras.Variable], steps_to_pause: float) -> int:
+    """The number of unrolled steps in a call.
+
+    Args:
+        traced_step: a function with what a worker computes in one step.
+        variables: that travel as a whole in each step.
+        steps_to_pause: that a worker takes between two points at which all workers wait; it gets two calls for them.
+    """
+    operations = UNROLLED_OPERATIONS // len(traced_step.graph.get_operations())
+    parameters = UNROLLED_PARAMETERS // max(1, sum(int(math.prod(variable.shape)) for variable in variables))
+    return max(1, min(UNROLLED_STEPS, operations, parameters, math.ceil(steps_to_pause / 2)))
+
+
+def steps_to_pause(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, total_steps: int) -> int:
+    """The fewest global steps between two ends of an epoch of `fit`, evaluations or checkpoints that are asked for."""
+    epoch = sharding.updates_per_pass if plan else None
+    given = (epoch, config.train.eval_every_steps, config.checkpoint.every_steps)
+    return min([total_steps, *(steps for steps in given if steps)])

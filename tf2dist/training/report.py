@@ -18,7 +18,7 @@ from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics, Results
 from tf2dist.training.about import About, LearningRates, hparams_of, summary_of
 from tf2dist.training.loop import Loop, Progress
-from tf2dist.training.metrics import JsonlWriter, PatientWriter, TensorBoardWriter, Values
+from tf2dist.training.writers import JsonlWriter, PatientWriter, TensorBoardWriter, Values
 
 WRITE_EVERY_SECS = 1.0  # into the files
 SEND_EVERY_SECS = 0.1  # to the launcher's display

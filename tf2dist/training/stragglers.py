@@ -20,9 +20,9 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.process import heartbeat
 from tf2dist.process.sigterm import asked_to_stop
-from tf2dist.process.tf_internals import publish_functions
+from tf2dist.tf_internals import publish_functions
 from tf2dist.training import timeline
-from tf2dist.training.call_size import MAX_STEPS, steps_in_call_secs
+from tf2dist.training.loop import MAX_STEPS, steps_in_call_secs
 
 TOKEN = "tf2dist.straggle"
 LOOK_SECS = 0.1  # how soon a delay ends when the run is asked to stop
@@ -99,7 +99,7 @@ class Stragglers:
     Each worker must have called `publish`, and `timeline.publish`.
 
     Attributes:
-        max_steps: of a call, so that no worker takes much longer for it than `call_size.CALL_SECS`.
+        max_steps: of a call, so that no worker takes much longer for it than `loop.CALL_SECS`.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.process.tf_internals import publish_functions
+from tf2dist.tf_internals import publish_functions
 
 FOLDER = "timeline"
 TOKEN = "tf2dist.timeline"

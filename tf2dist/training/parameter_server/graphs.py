@@ -18,26 +18,28 @@ import keras
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Splits
-from tf2dist.data.layout import Layout
+from tf2dist.data.arrays import Layout, Splits
 from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.packing import narrow_dtype
-from tf2dist.model.plan import EpochPlan
 from tf2dist.model.recurrence import recurrence_of
-from tf2dist.model.source import MakeOptimizer
+from tf2dist.model.source import EpochPlan, MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
-from tf2dist.process.parts import Values, all_parts, cut, join, parts_of
-from tf2dist.process.tf_internals import as_one_node, groups_of
-from tf2dist.training.call_size import steps_to_pause, unrolled_steps
-from tf2dist.training.parameter_server.batch_numbers import (
+from tf2dist.process.shards import Values, all_parts, cut, join, parts_of
+from tf2dist.tf_internals import as_one_node, groups_of
+from tf2dist.training.loop import steps_to_pause, unrolled_steps
+from tf2dist.training.parameter_server.batches import (
+    ArrayInput,
     BatchNumbers,
     EndingNumbers,
+    Input,
     SharedNumbers,
+    StreamInput,
     WorkerNumbers,
+    evaluated_batch,
+    evaluated_examples,
 )
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
-from tf2dist.training.parameter_server.inputs import ArrayInput, Input, StreamInput, evaluated_batch, evaluated_examples
 from tf2dist.training.parameter_server.rows import Request, Routed, Routing, RowsLayout
 from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
 from tf2dist.training.parameter_server.wire import Parcel, Pulled

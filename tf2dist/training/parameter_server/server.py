@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import check_clipping, check_loss_scale, check_parts
-from tf2dist.model.row_updates import apply_rows, is_one_operation
-from tf2dist.process.tf_internals import (
+from tf2dist.model.tables import apply_rows, is_one_operation
+from tf2dist.tf_internals import (
     as_one_node,
     count_updates_in,
     fix_learning_rate,
@@ -27,10 +27,17 @@ from tf2dist.process.tf_internals import (
     inner_optimizers,
     undecayed,
 )
-from tf2dist.training.parameter_server.atomic import make_atomic, state_update
 from tf2dist.training.parameter_server.counters import ONES, Counters, Counts
 from tf2dist.training.parameter_server.rows import RowsLayout
-from tf2dist.training.parameter_server.storage import Kinds, PackedStorage, Storage, adopt_slots, allocate_storage
+from tf2dist.training.parameter_server.storage import (
+    Kinds,
+    PackedStorage,
+    Storage,
+    adopt_slots,
+    allocate_storage,
+    make_atomic,
+    state_update,
+)
 from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
 
 if TYPE_CHECKING:  # it names the graphs that it needs, which name the ps

@@ -12,8 +12,7 @@ import keras
 import numpy as np
 
 from tf2dist import data
-from tf2dist.checkpoint.facts import InputFacts
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import InputFacts, Snapshot
 from tf2dist.checkpoint.state import input_facts
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
@@ -29,12 +28,11 @@ from tf2dist.model.checks import (
     check_whole_updates,
 )
 from tf2dist.model.step import ModelStep
-from tf2dist.process.tf_internals import inner_optimizers
+from tf2dist.tf_internals import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
-from tf2dist.training.parameter_server.calls import quiet_secs
-from tf2dist.training.parameter_server.loop import PsLoop
-from tf2dist.training.parameter_server.prepare import PsRun, UpdateRule
-from tf2dist.training.parameter_server.schedule import MAX_POLL_SECS, Scheduler
+from tf2dist.training.parameter_server.async_loop import PsLoop
+from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
+from tf2dist.training.parameter_server.schedule import MAX_POLL_SECS, Scheduler, quiet_secs
 from tf2dist.training.parameter_server.sync_replicas_counters import (
     GRADIENTS_ARRAY,
     GradientCounts,

@@ -7,10 +7,9 @@ import tensorflow as tf
 
 from tf2dist.data.passes import NumberedSteps
 from tf2dist.model.step import step_place
-from tf2dist.process.parts import cut, parts_of
-from tf2dist.training.parameter_server.batch_numbers import own_number
+from tf2dist.process.shards import cut, parts_of
+from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
 from tf2dist.training.parameter_server.graphs import Call, GraphsSpec, PsGraphs
-from tf2dist.training.parameter_server.inputs import Input, SharedArrayInput
 from tf2dist.training.parameter_server.rows import Request, Routed
 from tf2dist.training.parameter_server.server import PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import SyncReplicasOrigin

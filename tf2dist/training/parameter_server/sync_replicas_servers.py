@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
-from tf2dist.model.row_updates import apply_rows
+from tf2dist.model.tables import apply_rows
 from tf2dist.training.parameter_server.gate import Gate
 from tf2dist.training.parameter_server.rows import KeptRows, RowGradient
 from tf2dist.training.parameter_server.server import ModelPart, PartSpec

@@ -6,7 +6,7 @@ over the mean of their variables, each weighted by the examples that it has seen
 Moore, D. Ramage, S. Hampson, B. Aguera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
 Data, AISTATS 2017). With one step and an optimizer that is linear in the gradient, such as SGD and momentum, that is
 plain synchronous training. With any other optimizer it is not, since the mean of Adam's updates is not Adam's update
-for the mean gradient; so `prepare.step_class` takes the graph of plain training for rounds of one step.
+for the mean gradient; so `sync_setup.step_class` takes the graph of plain training for rounds of one step.
 
 The mean is that of all variables: the weights, other state such as moving averages, and the slots of the optimizer,
 which the authors above leave as they are on each worker. After a round all workers are therefore equal, and a
@@ -28,8 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, assign, finalizes, named_variables, values
-from tf2dist.config.algorithms import AlgorithmConfig
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import AlgorithmConfig, RunConfig
 from tf2dist.data.arrays import Splits
 from tf2dist.data.stream import Stream
 from tf2dist.errors import ConfigError
@@ -39,9 +38,9 @@ from tf2dist.model.packing import Buckets
 from tf2dist.model.recurrence import reached_from
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
-from tf2dist.process.tf_internals import state_of
+from tf2dist.tf_internals import state_of
 from tf2dist.training.synchronous.feeds import BatchPart, StreamFeed
-from tf2dist.training.synchronous.step import SHARED, SyncStep
+from tf2dist.training.synchronous.sync_step import SHARED, SyncStep
 from tf2dist.training.synchronous.workers import Workers
 
 MAX_EXAMPLES = 1 << 24  # up to here float32, in which workers add up what they have seen, holds every whole number

@@ -8,14 +8,13 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.config.algorithms import ALGORITHMS
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import ALGORITHMS, RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.model.checks import check_assigned, check_losses, check_updates
 from tf2dist.model.step import ModelStep
+from tf2dist.training.parameter_server.async_setup import UpdateRule
 from tf2dist.training.parameter_server.counters import AsyncOrigin
 from tf2dist.training.parameter_server.graphs import AsyncGraphs
-from tf2dist.training.parameter_server.prepare import UpdateRule
 from tf2dist.training.parameter_server.schedule import AsyncScheduler
 
 

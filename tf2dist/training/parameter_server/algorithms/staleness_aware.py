@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.errors import ConfigError
-from tf2dist.process.tf_internals import scale_learning_rate
+from tf2dist.tf_internals import scale_learning_rate
 from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 

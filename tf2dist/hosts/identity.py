@@ -1,0 +1,215 @@
+"""The values that must be equal on every host of a job, and how those of two hosts differ.
+
+The secret that all tasks of a job share, from the environment or a file, and the key derived from it.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tf2dist import __version__
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.data import location
+from tf2dist.errors import ClusterError, ConfigError
+from tf2dist.files import open_to_read
+from tf2dist.hosts.messages import Difference, Identity, Jobs
+from tf2dist.linux import SECRETS
+from tf2dist.tf_constants import installed_version
+
+PACKAGES = ("tensorflow", "keras", "numpy")
+# Of the options of the cluster, those that all hosts must give alike.
+SHARED_CLUSTER_OPTIONS = ("min_workers", "placement", "min_part_bytes", "transfer_dtype", "all_reduce")
+# Each host may choose these for itself. The lists of addresses and the hashes of the plugins are compared instead of
+# the options "cluster" and "plugins".
+HOST_OPTIONS = (
+    *(f"cluster.{field.name}" for field in fields(ClusterConfig) if field.name not in SHARED_CLUSTER_OPTIONS),
+    "task",
+    "plugins",
+    "run_dir",
+    "profile",
+    "figure",
+    "timeline",
+    "startup_timeout_secs",
+    "grace_secs",
+    "data.dir",
+    "data.offline",
+    "data.download_timeout_secs",
+    "devices.gpu_memory_fraction",
+    "devices.onednn",
+)
+PATH_OPTIONS = ("init_from",)  # the path may differ between hosts, but either all of them give one or none does
+MAX_SHOWN_CHARACTERS = 200
+MAX_SHOWN = 8
+
+
+def identity_of(
+    config: RunConfig, cluster: Cluster, task: Task | None = None, fit: dict[str, Any] | None = None
+) -> Identity:
+    """The identity of this host.
+
+    Args:
+        task: if it is a ps, which reads no data, the data of its host is not compared.
+        fit: the arguments of a call of `fit`, as JSON values; None for the command line.
+
+    Raises:
+        ConfigError: a plugin cannot be read.
+    """
+    return Identity(
+        cluster={job: cluster.jobs[job] for job in sorted(cluster.jobs)},
+        versions=versions(),
+        config=_shared(config.as_tree()) | ({"fit": fit} if fit is not None else {}),
+        plugins=tuple(map(_sha256, config.plugins)),
+        data=None if task and task.job == "ps" else _data(config),
+    )
+
+
+def versions() -> dict[str, str]:
+    """The versions by package, from the packages' metadata: importing them would take seconds."""
+    by_package = {"tf2dist": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            by_package[package] = installed_version(package)
+        except importlib.metadata.PackageNotFoundError:
+            by_package[package] = "missing"
+    return by_package
+
+
+def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration without the options that each host may choose for itself."""
+    shared: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in HOST_OPTIONS:
+            # Whole groups may be of the host, such as "task"; in others only single options are.
+            shared[key] = _shared(value, f"{name}.")
+        elif name not in HOST_OPTIONS:
+            shared[key] = "given" if name in PATH_OPTIONS and value is not None else value
+    return shared
+
+
+def _sha256(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"plugins ({path}): cannot be read: {error.strerror}") from None
+
+
+def _data(config: RunConfig) -> dict[str, int]:
+    """Sizes of the data files in bytes by name: cheap to read, and another version or a partial copy differs."""
+    if config.data.name == "mnist":
+        folder = location.mnist_dir(config.data)
+        return {str(file.relative_to(folder)): file.stat().st_size for file in location.mnist_files(folder) or ()}
+    if config.data.name == "digits":
+        # Finds the package without importing it, which would take seconds.
+        package = importlib.util.find_spec("sklearn")
+        files = [
+            Path(folder, "datasets/data/digits.csv.gz")
+            for folder in (package and package.submodule_search_locations) or []
+        ]
+        return {file.name: file.stat().st_size for file in files if file.is_file()}
+    return {}  # the data of a plugin: the hash of its code is compared instead
+
+
+def differences(mine: Identity, theirs: Identity) -> list[Difference]:
+    """Where two identities differ; a list counts as one value."""
+    return _differences(vars(mine), vars(theirs), "")
+
+
+def list_differences(mine: Jobs, theirs: Jobs) -> list[Difference]:
+    """Where two cluster lists differ."""
+    return _differences(mine, theirs, "cluster")
+
+
+def _differences(mine: Any, theirs: Any, path: str) -> list[Difference]:
+    # None: a ps reads no data, so it can have no other data.
+    if mine == theirs or (path == "data" and None in (mine, theirs)):
+        return []
+    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+        return [Difference(path.removeprefix("config."), _as_text(mine), _as_text(theirs))]
+    diffs = []
+    for key in sorted({*mine, *theirs}):
+        name = f"{path}.{key}" if path else str(key)
+        # Versions of tf2dist agree on the protocol and may still differ in their options.
+        diffs += _differences(mine.get(key, "nothing"), theirs.get(key, "nothing"), name)
+    return diffs
+
+
+def _as_text(value: Any) -> str:
+    # A host list may have hundreds of addresses, and the user reads all differences in one line.
+    text = f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def explain(diffs: Sequence[Difference], mine_at: str, theirs_at: str) -> str:
+    """One line, such as "versions.keras: 3.15.1 at chief-0, 3.14.0 here"."""
+    texts = [f"{diff.name}: {diff.mine} {mine_at}, {diff.theirs} {theirs_at}" for diff in diffs[:MAX_SHOWN]]
+    omitted = [f"and {len(diffs) - MAX_SHOWN} more"] if len(diffs) > MAX_SHOWN else []
+    return "; ".join(texts + omitted)
+
+
+VARIABLE, FILE_VARIABLE = SECRETS
+MIN_CHARACTERS = 16
+LOOPBACK = ("localhost:", "127.", "[::1]:")
+# This key is public. It does not depend on the cluster list, because lists are compared only after both sides
+# have proved that they have the same key, and a difference can then be shown.
+NO_TOKEN_KEY = hashlib.sha256(b"tf2dist: a job without a token").digest()
+
+
+def job_key(environ: Mapping[str, str], cluster: Cluster, warn: Callable[[str], None]) -> bytes:
+    """The key of the job's control connections; without a token a public one, which only prevents accidents.
+
+    Raises:
+        ClusterError: the token is too short, or its file is missing or accessible to others. The group may read it:
+            Kubernetes mounts a Secret with mode 0440, owned by root and the pod's group.
+    """
+    token = _token(environ)
+    if token is not None:
+        return hashlib.sha256(b"tf2dist token\0" + token.encode()).digest()
+    if not all(cluster.address(task).startswith(LOOPBACK) for task in cluster.tasks):
+        warn(
+            "no job token: whoever reaches the control ports can join or stop the job; give every task the same "
+            f"{VARIABLE} ({MIN_CHARACTERS} characters or more) or {FILE_VARIABLE}"
+        )
+    return NO_TOKEN_KEY
+
+
+def _token(environ: Mapping[str, str]) -> str | None:
+    """The token, or None if none is given.
+
+    A variable that is set and empty is an error and does not mean "no token": `$(cat missing)` leaves one.
+    """
+    variables = [name for name in (VARIABLE, FILE_VARIABLE) if name in environ]
+    if not variables:
+        return None
+    if len(variables) == 2:
+        raise ClusterError(f"{VARIABLE} and {FILE_VARIABLE} are both set; give one of the two")
+    if FILE_VARIABLE in environ:
+        source, token = f"{FILE_VARIABLE} ({environ[FILE_VARIABLE]})", _read(environ[FILE_VARIABLE])
+    else:
+        source, token = VARIABLE, environ[VARIABLE].strip()
+    if len(token) < MIN_CHARACTERS:
+        raise ClusterError(f"{source}: has {len(token)} characters, the token must have at least {MIN_CHARACTERS}")
+    return token
+
+
+def _read(path: str) -> str:
+    name = f"{FILE_VARIABLE} ({path})"
+    try:
+        with open_to_read(Path(path)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().decode().strip()  # editors and openssl end the file with a newline
+    except OSError as error:
+        raise ClusterError(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ClusterError(f"{name}: is not text; make one with: openssl rand -hex 32") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ClusterError(f"{name}: others can read or write it (mode {mode & 0o777:04o}); chmod o= {path}")
+    return token

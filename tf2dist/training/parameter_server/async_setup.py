@@ -1,0 +1,162 @@
+"""What a run with parameter servers needs before its first step: the model and the optimizer on the ps, the graphs."""
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.state import earlier_updates, named_variables, names_by_row, restore, take_over
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
+from tf2dist.data.passes import Sharding
+from tf2dist.model.evaluate import evaluated_sizes
+from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
+from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
+from tf2dist.model.source import Source, build_step
+from tf2dist.model.step import ModelStep
+from tf2dist.process.placement import placed, print_bytes
+from tf2dist.process.strategy import parameter_server_strategy
+from tf2dist.training.loop import PreparedRun, sharding_of, target_step
+from tf2dist.training.parameter_server.counters import PsOrigin
+from tf2dist.training.parameter_server.graphs import GraphsSpec, PsGraphs
+from tf2dist.training.parameter_server.schedule import Scheduler
+
+
+class UpdateRule(abc.ABC):
+    """When the ps apply an update, and what that asks of a run.
+
+    Attributes:
+        graphs_class: called as ``graphs_class(spec, rule)``.
+        scheduler_class: called as ``scheduler_class(coordinator, graphs, num_workers, grace_secs)``.
+    """
+
+    graphs_class: Callable[..., PsGraphs]
+    scheduler_class: Callable[..., Scheduler]
+
+    @abc.abstractmethod
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
+        """Raises ConfigError for a model that cannot be trained so; returns `PreparedRun.note`.
+
+        Args:
+            name: of the model.
+        """
+
+    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
+        """Why tables travel as a whole; empty if their rows may, see `model.lookups`."""
+        return ""
+
+    @abc.abstractmethod
+    def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> PsOrigin:
+        """Where the run begins."""
+
+
+@dataclass(frozen=True)
+class PsRun(PreparedRun):
+    """A run as the coordinator holds it.
+
+    Attributes:
+        coordinator: of the cluster.
+        scheduler: of the calls to the workers.
+        origin: where the run begins.
+        graphs: the ps, and the functions that workers run against them.
+    """
+
+    coordinator: tf.distribute.coordinator.ClusterCoordinator
+    scheduler: Scheduler
+    origin: PsOrigin
+    graphs: PsGraphs
+
+
+def prepare(
+    rule: UpdateRule,
+    config: RunConfig,
+    cluster: Cluster,
+    task: Task,
+    source: Source,
+    splits: data.Splits,
+    start: Snapshot | Weights | None,
+    strategy: tf.distribute.ParameterServerStrategy | None = None,
+) -> PsRun:
+    """Builds the model on the ps, with the values of `start`, and traces what the workers need.
+
+    Args:
+        rule: when the ps apply an update.
+        task: the coordinator.
+        strategy: None to join the cluster here.
+
+    Raises:
+        ConfigError: the run or the model cannot be trained in this mode.
+    """
+    # The plan of the run. A mistake in it is told before any other host is called.
+    batch_size = config.train.batch_size_per_worker
+    sharding = sharding_of(config, config.mode, splits, source.plan, cluster.num_workers, batch_size)
+    resumed = start if isinstance(start, Snapshot) else None
+    last_step = target_step(config, source.plan, sharding, resumed)
+
+    # The cluster.
+    strategy = strategy or parameter_server_strategy(cluster, task)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+    # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
+    scope = placed(strategy, config.cluster, cluster.num_ps)
+    step, make_optimizer = build_step(source, splits, config, scope)
+    note = rule.check_model(source.name, step, splits)
+    optimizer = make_optimizer(last_step)
+    why_not = XLA_HAS_NO_ROWS if config.devices.xla else rule.why_no_rows(optimizer)
+    of_tables = choose_tables(source.name, step, optimizer, config.optimizer, why_not)
+    note = "; ".join(filter(None, (note, of_tables)))
+    origin = rule.origin(resumed, sharding, step.metrics.size)
+    earlier = earlier_updates(step.earlier_optimizer, resumed)
+    spec = GraphsSpec(
+        config=config,
+        step=step,
+        make_optimizer=make_optimizer,
+        splits=splits,
+        sharding=sharding,
+        origin=origin,
+        total_steps=last_step,
+        plan=source.plan,
+        earlier_updates=earlier,
+    )
+    graphs = rule.graphs_class(spec, rule)
+    optimizers = [server.optimizer for server in graphs.servers]
+    check_init_from(optimizers[0], isinstance(start, Weights))
+    check_own_apply(source.name, optimizers[0], len(optimizers))
+    print_bytes(step.variables, optimizers, cluster.num_ps)
+
+    # The values of the snapshot, and the counts that go with them.
+    named = named_variables(step.model, step.variables, optimizers) | step.outside
+    by_row = names_by_row(named, step.tables)
+    if step.earlier_optimizer is not None:
+        take_over(named, step.model, step.variables, step.earlier_optimizer, by_row)
+    restored_from = restore(named, start, config, by_row)
+    graphs.restore(origin)
+
+    # TensorFlow sends each new function to all hosts, and the whole process blocks if one of them is cut off.
+    # So on many hosts every function is made before the training, also those of TensorFlow's own that copy what the ps
+    # return, and those that a metric's result takes.
+    with tf.device(f"/job:{task.job}"):
+        graphs.read_counters()
+    step.metrics.results(np.zeros(step.metrics.size))
+    step.evaluated.results(np.zeros(step.evaluated.size))
+    return PsRun(
+        sharding=sharding,
+        target_step=last_step,
+        start=resumed,
+        step=step,
+        new_optimizer=graphs.new_optimizer,
+        earlier_updates=earlier,
+        named=named,
+        restored_from=restored_from,
+        note=note,
+        sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
+        coordinator=coordinator,
+        scheduler=rule.scheduler_class(coordinator, graphs, cluster.num_workers, config.grace_secs),
+        origin=origin,
+        graphs=graphs,
+    )

@@ -1,0 +1,323 @@
+"""What a synchronous run needs before its first step: the model and the optimizer, equal everywhere, and the graph.
+
+What synchronous workers must have in common before their first step: the data, the variables, the first weights.
+
+From then on all of them apply the same updates. What differs at the start would stay different, and checkpoints would
+hold only one worker's copy.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import pkgutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf2dist import data
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.state import (
+    Named,
+    assign,
+    earlier_updates,
+    input_position,
+    named_variables,
+    names_by_row,
+    restore,
+    stream_positions,
+    take_over,
+    values,
+)
+from tf2dist.config.schema import ALGORITHMS, AlgorithmConfig, RunConfig
+from tf2dist.data.arrays import Splits
+from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.errors import ConfigError, DataError, RequestError
+from tf2dist.model.checks import (
+    check_batches,
+    check_compiled,
+    check_last_batch,
+    check_losses,
+    check_state,
+    check_whole_updates,
+)
+from tf2dist.model.evaluate import chunk_size, evaluated_sizes
+from tf2dist.model.optimizer_checks import check_init_from
+from tf2dist.model.own_step import OwnStep
+from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
+from tf2dist.model.source import Source, build_step
+from tf2dist.model.step import ModelStep
+from tf2dist.process.shards import read_piece, row_pieces
+from tf2dist.tf_internals import counters_of, inner_optimizers, trained_variables
+from tf2dist.training.loop import PreparedRun, sharding_of, target_step
+from tf2dist.training.stragglers import Stragglers
+from tf2dist.training.synchronous.feeds import ArrayFeed, Feed
+from tf2dist.training.synchronous.sync_step import PhasedStep, SyncStep, gathers_one_length
+from tf2dist.training.synchronous.workers import Workers
+
+DIGEST_BYTES = 6  # as many as a float64 holds exactly, since digests travel through a sum
+OF_ALL = "random choices are the same everywhere if they come from random or numpy.random, which have the run's seed"
+
+
+def synchronize_initial_state(
+    config: RunConfig,
+    splits: Splits,
+    named: Named,
+    by_row: Collection[str],
+    optimizer: keras.Optimizer,
+    workers: Workers,
+) -> None:
+    """Compares what all workers have made, and gives all of them the weights of worker 0; to be called by all.
+
+    Args:
+        by_row: the names of tables; see `names_by_row`.
+
+    Raises:
+        DataError: a worker has other data than worker 0.
+        ConfigError: a worker has other variables, or another optimizer.
+    """
+    shapes = {name: [tuple(variable.shape) for variable in variables] for name, variables in named.items()}
+    own = [_description_of(splits), str(sorted(shapes.items())).encode(), _description_of_optimizer(optimizer)]
+    of_model = {name: variables for name, variables in named.items() if not name.startswith("optimizer/")}
+    weights = hashlib.sha256()
+    for name, (variable, *_) in of_model.items():
+        for first, last in row_pieces(variable) if name in by_row else []:
+            weights.update(read_piece(variable, first, last).data)
+        if name not in by_row:
+            weights.update(np.ascontiguousarray(variable.numpy()).tobytes())
+
+    # Each worker fills its own row, so the sum holds the rows of all.
+    digests = np.zeros([workers.count, len(own) + 1])
+    digests[workers.index] = [*(_as_number(hashlib.sha256(text)) for text in own), _as_number(weights)]
+    # Every worker sees all rows, so all of them raise the same error and none is left waiting.
+    everywhere = workers.add_up(digests.reshape(-1)).reshape(digests.shape)
+    differs = everywhere != everywhere[0]
+    for number in range(len(own)):
+        if differs[:, number].any():
+            others = ", ".join(f"worker-{index}" for index in np.flatnonzero(differs[:, number]))
+            raise _errors(config, others)[number]
+
+    # Weights alone may differ, if a builder draws them where the seed does not reach: all workers take worker 0's. The
+    # broadcast is left out if they are equal, since it costs time with a large model.
+    if differs[:, -1].any():
+        _, arrays = workers.broadcast_arrays(None, values(of_model, by_row) if workers.index == 0 else {})
+        assign(of_model, arrays, by_row)
+
+
+def _errors(config: RunConfig, others: str) -> list[RequestError]:
+    """The error for each of the descriptions that all workers compare, if the workers `others` differ in it."""
+    data, model, optimizer = config.data.name, config.model["name"], config.optimizer["name"]
+    return [
+        DataError(f"data ({data}): not the same examples on {others} as on worker-0; give all of them the same"),
+        ConfigError(f"model ({model}): its builder makes other variables on {others} than on worker-0; {OF_ALL}"),
+        ConfigError(f"optimizer ({optimizer}): not the same on {others} as on worker-0; {OF_ALL}"),
+    ]
+
+
+def _description_of(splits: Splits) -> bytes:
+    evaluated = str(splits.validation_stream or sorted(splits.sizes().items()))
+    return str([str(splits.stream or splits.train), evaluated, splits.num_classes]).encode()
+
+
+def _description_of_optimizer(optimizer: keras.Optimizer) -> bytes:
+    def kind(value: Any) -> Any:
+        return float(value) if isinstance(value, np.floating) else type(value).__name__
+
+    description: list[Any] = []
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        description += [optimizer.initial_scale, optimizer.dynamic_growth_steps]
+    place = {id(variable): number for number, variable in enumerate(trained_variables(optimizer))}
+    for inner in inner_optimizers(optimizer):
+        config: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # a user's own schedule may not be able to give its configuration
+            config = inner.get_config()
+        if not isinstance(config.get("learning_rate"), float | np.floating):
+            # The configuration of a function names its file, which may lie elsewhere on another host.
+            config["learning_rate"] = float(inner.learning_rate)
+        description += [type(inner).__name__, config, [place[id(variable)] for variable in trained_variables(inner)]]
+    return json.dumps(description, default=kind, sort_keys=True).encode()
+
+
+def _as_number(sha256: "hashlib._Hash") -> float:
+    return float(int.from_bytes(sha256.digest()[:DIGEST_BYTES], "big"))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run begins: its counts, and the position of the input of all replicas.
+
+    Attributes:
+        step: the updates that were applied before.
+        examples: the examples that all workers had seen before.
+        begin: the position of the input of arrays.
+        first_batch: of each worker's stream, the number.
+        earlier_steps: the updates in `step` that were not applied by synchronous workers of this number.
+    """
+
+    step: int
+    examples: int
+    begin: InputPosition
+    first_batch: int
+    earlier_steps: int
+
+    @classmethod
+    def of(cls, start: Snapshot | None, sharding: Sharding, num_workers: int) -> "Origin":
+        begin = input_position(start, sharding)
+        first_batch = stream_positions(start, sharding)[0]  # synchronous workers take their steps together
+        if start is None:
+            return cls(0, 0, begin, first_batch, 0)
+        # The local steps of another mode or number of workers do not belong to the workers of this run.
+        local_steps = start.facts.local_steps if start.facts.mode == "sync" else ()
+        earlier_steps = start.step - (local_steps[0] if len(local_steps) == num_workers else 0)
+        return cls(start.step, start.facts.examples, begin, first_batch, earlier_steps)
+
+
+@dataclass(frozen=True)
+class SyncRun(PreparedRun):
+    """A synchronous run as one worker holds it.
+
+    Attributes:
+        workers: all workers, as this one sees them.
+        origin: where the run begins.
+        optimizer: the optimizer of this worker, built for its model.
+        evaluated_at_once: how many examples, at most.
+        feed: the input of this worker.
+        graphs: the graph of the training steps.
+    """
+
+    workers: Workers
+    origin: Origin
+    optimizer: keras.Optimizer
+    evaluated_at_once: int
+    feed: Feed
+    graphs: SyncStep
+
+
+def prepare(
+    config: RunConfig, workers: Workers, source: Source, splits: data.Splits, start: Snapshot | Weights | None
+) -> SyncRun:
+    """Builds the model on every worker, with the same values everywhere; to be called by all of them.
+
+    Args:
+        start: what the leader has read; those of the other workers are ignored.
+
+    Raises:
+        ConfigError: the run or the model cannot be trained synchronously, or is not the same on all workers.
+        DataError: the data is not the same on all workers.
+    """
+    # What all workers share: the snapshot that the leader has read, the plan of the run, the connections.
+    batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
+    replicas = workers.num_replicas
+    sharding = sharding_of(config, "sync", splits, source.plan, replicas, batch_size)
+    start = workers.broadcast_start(start)
+    resumed = start if isinstance(start, Snapshot) else None
+    origin = Origin.of(resumed, sharding, workers.count)
+    last_step = target_step(config, source.plan, sharding, resumed)
+    all_reduce = workers.all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
+
+    # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
+    # all that it does in a single process. What must be equal everywhere is made so here and in each step.
+    step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
+    _check(source.name, config, step, sharding, replicas)
+    note = check_batches(source.name, step, splits) if replicas > 1 else ""
+    new_optimizer = functools.partial(make_optimizer, last_step)
+    optimizer = new_optimizer()
+    check_init_from(optimizer, isinstance(start, Weights))
+    optimizer.build(step.trainable)
+    graph_class = step_class(source.name, config.algorithm, step)
+    why_not = _why_no_rows(
+        config, optimizer, graph_class, bool(splits.stream) and gathers_one_length(workers, all_reduce)
+    )
+    of_tables = choose_tables(source.name, step, optimizer, config.optimizer, why_not)
+    note = "; ".join(filter(None, (note, of_tables)))
+    graph_class.check(source.name, config, workers, splits, step, optimizer)
+    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if has_scale:
+        step.loss_scale = optimizer.dynamic_scale
+    else:  # the step divides the gradients by the loss scale before they are summed, so the optimizer must not
+        step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
+
+    # The same values everywhere: those of worker 0, then those of a compiled model's optimizer, then those of the
+    # snapshot, which is younger.
+    named = named_variables(step.model, step.variables, [optimizer]) | step.outside
+    by_row = names_by_row(named, step.tables)
+    synchronize_initial_state(config, splits, named, by_row, optimizer, workers)
+    if step.earlier_optimizer is not None:
+        take_over(named, step.model, step.variables, step.earlier_optimizer, by_row)
+    restored_from = restore(named, start, config, by_row)
+    earlier = earlier_updates(step.earlier_optimizer, resumed)
+    # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
+    for counter in counters_of(optimizer) if not has_scale else []:
+        counter.assign(origin.step + earlier)
+
+    # The graph of the steps.
+    if splits.stream:
+        feed: Feed = graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
+    else:
+        feed = ArrayFeed(workers, splits.train, sharding, origin.begin)
+    graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, Stragglers(config))
+    graphs.restore(resumed.arrays if resumed else {})
+    at_once = chunk_size(sharding.batch_size, step, source.plan)
+    return SyncRun(
+        sharding=sharding,
+        target_step=last_step,
+        start=resumed,
+        step=step,
+        new_optimizer=new_optimizer,
+        earlier_updates=earlier,
+        named=named,
+        restored_from=restored_from,
+        note=note,
+        sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
+        workers=workers,
+        origin=origin,
+        optimizer=optimizer,
+        evaluated_at_once=at_once,
+        feed=feed,
+        graphs=graphs,
+    )
+
+
+def step_class(name: str, algorithm: AlgorithmConfig, step: ModelStep) -> type[SyncStep]:
+    """With rounds of one step and no outer optimizer, local SGD is plain training, with any optimizer.
+
+    Args:
+        name: of the model.
+
+    Raises:
+        ConfigError: the algorithm cannot train the model.
+    """
+    entry = ALGORITHMS[algorithm.kind]
+    if entry.mode != "sync" or (algorithm.local_steps == 1 and not algorithm.has_outer_steps):
+        return PhasedStep if isinstance(step, OwnStep) and step.is_in_phases else SyncStep
+    check_whole_updates(name, step, f"algorithm={algorithm.kind}")
+    local_sgd: type[SyncStep] = pkgutil.resolve_name(entry.implementation)
+    return local_sgd
+
+
+def _why_no_rows(
+    config: RunConfig, optimizer: keras.Optimizer, graph_class: type[SyncStep], has_any_batches: bool
+) -> str:
+    """Why tables travel as a whole; empty if their rows may, see `rows`.
+
+    Args:
+        has_any_batches: whether batches are of any sizes, and TensorFlow gathers.
+    """
+    if config.devices.xla:
+        return XLA_HAS_NO_ROWS
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return "a LossScaleOptimizer looks at all gradients of an update"
+    if graph_class is not SyncStep:
+        return f"algorithm={config.algorithm.kind} averages whole variables"
+    return "the batches of streams differ in size, and TensorFlow's all-reduce is used" if has_any_batches else ""
+
+
+def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:
+    """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
+    check_losses(name, step, num_replicas)
+    check_state(name, step.state)
+    check_compiled(name, step, config.devices.xla and num_replicas > 1)
+    check_last_batch(name, step.model, sharding.num_examples % sharding.step_size, num_replicas)
