@@ -1,10 +1,12 @@
-"""What only Linux offers: a private network for a local cluster, signals when a parent dies, free ports and memory.
+"""Helpers for processes: a private network, signals when a parent dies, free ports and memory, children, late imports.
 
-A TensorFlow server at ``localhost:2222`` binds port 2222 of all interfaces, without
-authentication (https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md). In a network
-namespace with only a loopback device, "all interfaces" means that device.
+The first part is what only Linux offers. Its private network is for a local cluster. A TensorFlow server at
+``localhost:2222`` binds port 2222 of all interfaces, without authentication
+(https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md). In a network namespace with only a loopback device,
+"all interfaces" means that device.
 
-Python itself: commands and environments of child processes, and modules that are imported when they are used.
+The second part is about Python itself: commands and environments of child processes, and modules that are imported
+when they are used.
 """
 
 import contextlib

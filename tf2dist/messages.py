@@ -1,22 +1,13 @@
-"""What a task and its launcher say to each other: each message a class of its own, matched by class.
+"""Messages between the processes of one host: each a class of its own, matched by class, and sent as one JSON object.
 
-    a task          -> its launcher     `FromTask`, a packet each, by `ToLauncher`
-    a launcher      -> a task           `ToTask`, a line each on the task's standard input
-
-See `packing` for their form on the way, `launch.messages` for what a launcher and its fork server say to each other,
-and `hosts.messages` for what hosts say.
-
-Messages on their way between processes: a dataclass as one JSON object, and back.
-
-The object has the name of the class as "type", and the fields. Who reads says which messages may come, and gets one
-of these, with every field of its declared type, or an error that names what came instead.
-
-What a launcher and its fork server say to each other: each message a class of its own, matched by class.
-
+    a task            -> its launcher       `FromTask`, a packet each, by `ToLauncher`
+    a launcher        -> a task             `ToTask`, a line each on the task's standard input
     the fork server   -> its launcher       `FromServer`, a packet each
     a launcher        -> its fork server    `ToServer`, a packet each
 
-See `tf2dist.messages` for the packets, and `tf2dist.messages` for what tasks say.
+Each class is a dataclass; the object has its name as "type", and its fields. Who reads says which messages may come,
+and gets one of these, with every field of its declared type, or an error that names what came instead. See
+`hosts.messages` for what hosts say.
 """
 
 import dataclasses

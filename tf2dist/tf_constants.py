@@ -1,9 +1,9 @@
-"""What this project knows of TensorFlow and Keras as text: modules, environment variables, settings, texts of errors.
+"""Facts about TensorFlow and Keras as text: modules, environment variables, settings, texts of errors, tested versions.
 
-It imports neither, so that every room can use it. Together with `tf_internals`, whose probes try each of these,
-it is what depends on more than their public interface.
+This module imports neither, so that every part of the package can use it. Together with `tf_internals`, whose probes
+try each of these texts, it is what depends on more than the public interface of the two.
 
-Which versions of other packages this project is tested with, as its installation says.
+The versions of other packages that this project is tested with are those that its installation names.
 """
 
 import contextlib

@@ -1,13 +1,12 @@
-"""A run at one step as two files, in which damage is found before they are used.
+"""A run at one step as two files: its arrays, and the facts that a run needs besides them so that it can continue.
 
     arrays.npz       the arrays by name; opens with numpy alone, never unpickled
     manifest.json    step, facts of the run, every array's shape and type, every file's size and hash
 
 They do not depend on the cluster that wrote them: a run can continue from them in either mode, with any
-number of workers and ps. The files belong to the user of the run: hashes find what a disk or a copy has damaged, not
-what somebody has changed on purpose. Arrays are never unpickled, because weights are often shared.
-
-The facts of a run besides its arrays: what a checkpoint must record so that a run can continue from it.
+number of workers and ps. Damage is found before they are used. The files belong to the user of the run: hashes find
+what a disk or a copy has damaged, not what somebody has changed on purpose. Arrays are never unpickled, because
+weights are often shared.
 """
 
 import contextlib

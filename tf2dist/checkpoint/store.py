@@ -1,10 +1,9 @@
-"""The checkpoints of a run directory: complete or invisible, however the process ends.
+"""Checkpoints in a run directory: how they are written, when one is saved, and what happens if that fails.
 
     checkpoints/step-0000012345/    see `snapshot`
 
-A checkpoint is written into a folder with a temporary name, flushed to the disk, and renamed.
-
-When to save, and what to do when it fails.
+A checkpoint is written into a folder with a temporary name, flushed to the disk, and renamed. So it is complete or
+invisible, however the process ends.
 """
 
 import contextlib

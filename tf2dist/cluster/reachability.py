@@ -1,6 +1,6 @@
-"""Whether a task's address belongs to this host, and whether the other tasks can be reached at theirs.
+"""Checks that a task's address belongs to this host, and waits until the other tasks can be reached at theirs.
 
-Waiting for other processes: deadlines, and the lines that the user reads meanwhile.
+A `Wait` for other processes, here and in other modules, has a deadline, and the user reads lines about it meanwhile.
 """
 
 import errno

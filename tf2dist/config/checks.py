@@ -1,6 +1,7 @@
-"""Checks a configuration: the ranges that options declare, and the rules between several options.
+"""Checks of a configuration: the ranges of options, the rules between several options, and values without a schema.
 
-The rules for values that the schema does not declare: arguments of models and optimizers, paths, plugins.
+The schema declares the ranges. It does not declare the arguments of models and optimizers, paths and plugins, so the
+rules for these are here.
 """
 
 import math

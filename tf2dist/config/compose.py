@@ -1,6 +1,6 @@
-"""Hydra itself, around the files in ``conf/`` and those of the user, with errors that are one line.
+"""Composes configurations with Hydra, from the files in ``conf/`` and those of the user, with errors that are one line.
 
-What ``conf/`` offers: the choices in each group, and the options that belong to each choice.
+It also says what ``conf/`` offers: the choices in each group, and the options that belong to each choice.
 """
 
 import contextlib

@@ -1,12 +1,10 @@
-"""From one command line to one checked `RunConfig`, or to one line that says what is wrong.
-
-The settings of Keras that keras.json would otherwise change on each host separately.
+"""Loads one command line as one checked `RunConfig`, or says in one line what is wrong; reads keras.json for it.
 
 Keras reads KERAS_HOME/keras.json, or ~/.keras/keras.json, when it is imported. A data format or an
-epsilon from there makes another model of the same code, so the launcher reads the file once and the
-values become options: hosts compare them, checkpoints hold them, and every task sets them.
-The launcher must not import Keras, which takes seconds: this module follows keras/src/backend/config.py,
-and a probe compares the two.
+epsilon from there makes another model of the same code, and the file may differ from host to host. So the launcher
+reads the file once and the values become options: hosts compare them, checkpoints hold them, and every task sets them.
+The launcher must not import Keras, which takes seconds: `resolve`, `notes` and what they call follow
+keras/src/backend/config.py, and a probe compares the two.
 """
 
 import json

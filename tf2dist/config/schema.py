@@ -1,11 +1,10 @@
-"""The configuration: every option with its type, default, help text and range, declared here and nowhere else.
+"""Declares every option with its type, default, help text and range, and the algorithms with their options.
 
-``conf/`` chooses and overrides. The tree that Hydra composes, ``--help`` and the range checks are made from
-these fields; `checks` has the rules between several options.
+Nothing is declared elsewhere; ``conf/`` chooses and overrides. The tree that Hydra composes, ``--help`` and the range
+checks are made from these fields; `checks` has the rules between several options. Nothing in a configuration is ever
+executed or instantiated.
 
-Nothing in a configuration is ever executed or instantiated.
-
-The table of algorithms: how updates are applied, or how often workers communicate; and their options.
+The table of algorithms says how updates are applied, or how often workers communicate.
 """
 
 import re

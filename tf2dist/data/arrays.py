@@ -1,6 +1,6 @@
-"""The data as trees of arrays in memory: the types that a data function returns, and the check of what it returns.
+"""Trees of arrays in memory, as Keras takes them: the types that a data function returns, and the check of its result.
 
-Trees of arrays as Keras takes them, and their leaves in one order.
+The leaves of a tree have one order everywhere.
 """
 
 import functools

@@ -1,10 +1,9 @@
-"""Loads a data set by its name; the data sets of tf2dist itself are registered here.
+"""Loads a data set by its name, and makes up the clicks; the data sets of tf2dist itself are registered here.
 
-Made-up clicks: items shown to users, with the true probability of each click, so the best possible AUC is known.
-
-Ids follow Zipf's law: id k comes up about as often as 1 / (k + 1), user 0 and item 0 most often. Each user has a taste
-and each item has traits, both FACTORS hidden numbers, and each impression has four visible numbers, its context. A user
-clicks with the probability
+The clicks are of users to whom items are shown. The true probability of each click is known, and with it the best
+possible AUC. Ids follow Zipf's law: id k comes up about as often as 1 / (k + 1), user 0 and item 0 most often. Each
+user has a taste and each item has traits, both FACTORS hidden numbers, and each impression has four visible numbers,
+its context. A user clicks with the probability
 
     sigmoid(BIAS + TASTE * taste . traits / sqrt(FACTORS) + CONTEXT . context)
 

@@ -1,8 +1,8 @@
-"""Decides which data all tasks use and where it lies, before any of them starts. Never imports TensorFlow.
+"""Decides which data all tasks use and where it lies, before any of them starts, and has MNIST downloaded.
 
-Lets tensorflow-datasets prepare MNIST, in a process of its own with the arguments DIR PARENT_PID.
-
-If that fails, the last line on stdout is the reason.
+The process that decides never imports TensorFlow. For MNIST it starts this module as a process of its own, with the
+arguments DIR PARENT_PID, in which tensorflow-datasets prepares the data. If that fails, the last line on stdout is the
+reason.
 """
 
 import json

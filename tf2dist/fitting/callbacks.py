@@ -1,10 +1,10 @@
-"""The callbacks of `fit`: called in the caller's thread when the leader asks for it, on a mirror of its model.
+"""Callbacks of `fit`: how they are called, and how their state becomes arrays of numbers for checkpoints.
 
-The state of callbacks as arrays of numbers, for checkpoints: plain values only, so that nothing is unpickled.
+They are called in the caller's thread when the leader asks for it, on a mirror of its model.
 
 A callback's state is every attribute that has changed since `on_train_begin` and is a number, a string, None, a numpy
-array, or a list, tuple or dict of these. Anything else, such as a file or a function, is not saved: the callback has to
-create it again.
+array, or a list, tuple or dict of these: plain values only, so that nothing is unpickled. Anything else, such as a file
+or a function, is not saved: the callback has to create it again.
 """
 
 import inspect

@@ -1,7 +1,4 @@
-"""One call of `fit`, from its checked arguments to its result.
-
-What `fit` returns.
-"""
+"""Runs one call of `fit`, from its checked arguments to the `Result` that it returns."""
 
 import sys
 import tempfile

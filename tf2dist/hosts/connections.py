@@ -1,4 +1,7 @@
-"""A channel between two hosts: each proves to the other that it knows the key of the job, then they send messages.
+"""Connections between the hosts of a job: the handshake and the messages, the sockets, and the dialing.
+
+`Channel` is one end of a connection. Each side proves to the other that it knows the key of the job, then they send
+messages:
 
     accepting side                                   dialing side
     greeting, nonce A                           ->
@@ -10,15 +13,14 @@
 
 Every mac is an HMAC-SHA256 over its label and both nonces, so a proof is of no use in another connection or in the
 other direction. Before the dialing side has proved itself, it sees a greeting, a nonce and nothing else. The token
-keeps out other jobs; messages are neither encrypted nor authenticated, see docs/security.md. This module does no
-input or output, so that tests can check every byte; `messages` defines what the messages hold.
+keeps out other jobs; messages are neither encrypted nor authenticated, see docs/security.md. A channel does no input
+or output, so that tests can check every byte; `hosts.messages` defines what the messages hold.
 
-The control connections of a process: non-blocking sockets, all of them served by one thread.
+`Links` are all control connections of a process: non-blocking sockets, all of them served by one thread. A connection
+has a deadline until it belongs to a member: port scanners open connections and send nothing. After that it expects
+certain messages, because a process of another version may send others.
 
-A connection has a deadline until it belongs to a member: port scanners open connections and send nothing. After that
-it expects certain messages, because a process of another version may send others.
-
-Connects to one address, again and again until it answers, and knows why it does not.
+`Dialer` connects to one address, again and again until it answers, and knows why it does not.
 """
 
 import contextlib

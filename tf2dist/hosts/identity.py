@@ -1,6 +1,6 @@
-"""The values that must be equal on every host of a job, and how those of two hosts differ.
+"""Identity of a job: the values that must be equal on all its hosts, how they differ, and the key that its tasks share.
 
-The secret that all tasks of a job share, from the environment or a file, and the key derived from it.
+The key is derived from a secret, the token, which all tasks have from the environment or a file.
 """
 
 import hashlib

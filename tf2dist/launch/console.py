@@ -1,6 +1,6 @@
-"""What the user sees while a run goes on: a live line on a terminal, plain lines elsewhere.
+"""Shows the user how a run goes on: a live line on a terminal, plain lines elsewhere, through streams that never wait.
 
-A stream that never waits for its reader: a pager, a terminal after Ctrl-S, a log collector that hangs.
+A stream does not wait for its reader, which may be a pager, a terminal after Ctrl-S, or a log collector that hangs.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
-"""The doctor's checks of this machine: versions, processors, memory, folders, data, a private network.
+"""Checks of the doctor: versions, processors, memory, folders, data, a private network, GPUs, plugins, TensorFlow.
 
-None of them imports TensorFlow in this process.
-
-The doctor's checks that import TensorFlow, each in a process of its own: GPUs, plugins, an untested version.
+None of them imports TensorFlow in this process. Those that need it import it in a process of their own: the checks of
+GPUs, of plugins, and of an untested version.
 """
 
 import json

@@ -1,13 +1,12 @@
-"""Starts, watches and stops the tasks of one host. Never imports TensorFlow.
+"""Starts, watches and stops the tasks of one host, and sets the environment variables of their processes.
 
     with Launcher(log_dir) as launcher:
         launcher.start("worker-0", "package.module:function", {"any": "json"})
         for message in launcher.events(timeout_secs=1.0):
             ...
 
-Leaving the block kills what still runs; `shutdown` asks the tasks to end before.
-
-The environment variables of the processes that run TensorFlow, set before it is imported.
+Leaving the block kills what still runs; `shutdown` asks the tasks to end before. This module never imports TensorFlow;
+the processes that run it get their environment variables before they import it.
 """
 
 import contextlib

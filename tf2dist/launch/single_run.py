@@ -1,8 +1,8 @@
-"""One run of a command line, from what Hydra has composed to its result and its picture.
+"""Runs one command line, from what Hydra has composed to its result and its picture; `fit` shares some of the steps.
 
-The steps before the tasks of a run are started and after they have ended, for the command line and for `fit`.
-
-The frame of a command that trains: signals from its very start, one line for an error, and the exit code.
+The frame of every command that trains handles signals from its very start, shows an error as one line, and exits with
+the right code. The steps before the tasks of a run are started and after they have ended are the same for the command
+line and for `fit`.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Finds the tasks of this host that are frozen, silent or without progress, and kills them.
 
-Which tasks have given no sign of life for so long that they count as lost. Pure logic, without processes.
-
-Tasks that make no progress: which function each is in, and which of them the others are waiting for.
+A task counts as lost when it has given no sign of life for too long; `LivenessTracker` decides that by pure logic,
+without processes. Of tasks that make no progress, `Stalls` knows which function each is in, and which of them the
+others are waiting for.
 """
 
 import signal

@@ -1,9 +1,8 @@
-"""What a call of a model reads and assigns and what its losses return, caught while the call is traced.
+"""Scopes in which a call of a model is traced: they catch its reads, assignments, losses and updates by optimizers.
 
-The updates that a model's own `train_step` asks of optimizers, caught while it is traced.
-
-It runs in a scope in which the variables of the model have values, see `CallScope`. An optimizer would assign the
-variables themselves.
+In a `CallScope` the variables of the model have values, and what the call assigns and what its losses return is
+caught. A model's own `train_step` runs in a `TrainScope`, which also catches the updates that it asks of optimizers: an
+optimizer would assign the variables themselves.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""Where the model, the optimizer and the data of a run come from: the names of a configuration, or a call of `fit`.
+"""Sources of a run: where its model, optimizer and data come from, and how it is cut into epochs.
 
-How a run is cut into epochs.
+They come from the names of a configuration, or from a call of `fit`.
 """
 
 from collections.abc import Callable

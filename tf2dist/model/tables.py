@@ -1,10 +1,11 @@
-"""Large tables of `keras.layers.Embedding`, of which a step needs only the rows that its batch looks up.
+"""Large tables of `keras.layers.Embedding`: lookups of the rows that a step needs, and updates of these rows.
 
-In a step such a table has no value as a whole. The ids that the batch looks up follow from the batch alone, by a graph
-of their own. With them the rows are fetched from wherever the table lies, and the calls of the layers take their rows
-from these. So the gradient of a table is that of the fetched rows.
+A step needs only the rows that its batch looks up, and in it such a table has no value as a whole. The ids that the
+batch looks up follow from the batch alone, by a graph of their own. With them the rows are fetched from wherever the
+table lies, and the calls of the layers take their rows from these. So the gradient of a table is that of the fetched
+rows.
 
-Updates of some rows of a variable by an optimizer of Keras; what one takes does not grow with the variable.
+An optimizer of Keras then updates some rows of a variable; what that takes does not grow with the variable.
 """
 
 import contextlib

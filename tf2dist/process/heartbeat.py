@@ -2,10 +2,8 @@
 
 A thread reports every second that the process is alive; the launcher gives up on a task that is silent
 for too long. The same thread watches the main thread. While that makes no progress, it reports every
-30 s in which function the main thread is. When the watchdog's time is over, it writes the stacks of
-all threads to the log and reports that the task is stalled.
-
-Which function a process is in, read from its stacks: one of the user's own, if there is one.
+30 s in which function the main thread is, as read from its stack: one of the user's own, if there is one. When the
+watchdog's time is over, it writes the stacks of all threads to the log and reports that the task is stalled.
 """
 
 import contextlib

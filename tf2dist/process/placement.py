@@ -1,8 +1,7 @@
-"""Which parameter server holds which variable, or which part of it.
+"""Placement of variables on parameter servers: which ps holds which of them or which part, and a table's first values.
 
-The first values of a table that is cut over the ps: each ps draws the rows that it holds, a piece at a time.
-
-They are those that Keras' initializer has for the whole table, which would take up to three times its size on one ps.
+Of a table that is cut over the ps, each ps draws the first values of the rows that it holds, a piece at a time. They
+are those that Keras' initializer has for the whole table, which would take up to three times its size on one ps.
 TensorFlow's random numbers come from Philox, a function of a key and a counter: four numbers of an array have the same
 counter, and the next four the next one. So they can be drawn from any place on.
 """

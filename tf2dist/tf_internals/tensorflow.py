@@ -1,6 +1,7 @@
 """Private names of TensorFlow: its context, its coordination service, and how functions are called in graphs.
 
-Access to a private name of TensorFlow or Keras, with an error that names it if it has moved.
+Private names of TensorFlow and of Keras are accessed by `module_of`, `attribute` and `relying_on`, with an error that
+names the one that has moved.
 """
 
 import contextlib

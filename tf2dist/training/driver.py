@@ -1,6 +1,7 @@
-"""A run cut into epochs, as `keras.Model.fit` cuts it: each ends with its metrics, its validation, its callbacks.
+"""Drives a run through its epochs, as `keras.Model.fit` does, and says when it ends before its last step.
 
-What ends a training before its last step: train.until_accuracy and train.until_secs.
+Each epoch ends with its metrics, its validation and its callbacks. What ends a training early are the options
+train.until_accuracy and train.until_secs.
 """
 
 import math

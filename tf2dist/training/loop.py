@@ -1,8 +1,7 @@
-"""What the training loops have in common: their interface, their progress, and the requests to pause them.
+"""Parts that all training loops share: their interface, progress, pauses, batches, and the steps of a call.
 
-How the training set of a run is cut into batches, from its configuration and its plan.
-
-How many steps one call of TensorFlow executes: enough to hide the cost of a call, few enough to pause soon.
+Requests pause the loops. The training set of a run is cut into batches according to its configuration and its plan. One
+call of TensorFlow executes enough steps to hide the cost of a call, and few enough to pause soon.
 """
 
 import abc

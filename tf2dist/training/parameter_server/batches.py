@@ -1,15 +1,13 @@
-"""The input of workers: batches of the arrays that each has loaded itself, or of its stream.
+"""Input of workers: batches of the arrays that each has loaded itself, or of its stream, and the numbers of batches.
 
 A worker publishes the examples of its process for the graphs that the coordinator runs in it, and a call asks for its
-batches by their numbers. A tf.data pipeline of the worker's process gathers them; no iterator is in the graph of the
-call, so nothing of an aborted call is left in it. The arrays are mapped from a file where the data allow it. As a
-tensor in the graph, they would be copied for each worker.
+batches by their numbers; see `passes.NumberedSteps`. A tf.data pipeline of the worker's process gathers them; no
+iterator is in the graph of the call, so nothing of an aborted call is left in it. The arrays are mapped from a file
+where the data allow it. As a tensor in the graph, they would be copied for each worker.
 
-Which batches the calls of asynchronous workers take, by their numbers; see `passes.NumberedSteps`.
-
-Workers share the batches of arrays: whoever is free takes the next ones, so that each example is seen once in a pass,
-however fast its worker is. A stream belongs to one worker, who takes its batches in turn, and who alone knows where it
-ends.
+Asynchronous workers share the batches of arrays: whoever is free takes the next ones, so that each example is seen once
+in a pass, however fast its worker is. A stream belongs to one worker, who takes its batches in turn, and who alone
+knows where it ends.
 """
 
 import time

@@ -1,9 +1,7 @@
-"""The calls that the coordinator gives to workers, and how many of them are in flight.
+"""Schedules the calls that the coordinator gives to workers: how many are in flight, and how long it waits for them.
 
-Waiting for the calls that asynchronous workers were given, even if all workers may be lost.
-
-TensorFlow waits without limit until a lost worker is back. A stop cannot wait for that, and need not: all updates that
-were applied are on the parameter servers.
+TensorFlow waits without limit until a lost worker is back. A stop cannot wait for that, since all workers may be lost,
+and need not: all updates that were applied are on the parameter servers.
 """
 
 import abc

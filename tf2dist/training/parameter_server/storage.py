@@ -1,10 +1,9 @@
-"""How the variables of a model lie on a ps: small ones that are updated alike follow each other in one vector.
+"""Storage of a model on a ps: small variables that are updated alike lie in one vector, and updates do not mix.
 
 Of a model with hundreds of small variables each would take a ps several operations in every step, and every call of a
-worker would name them all. A vector is read by one operation and updated by one. The variables of the model, and what
-an optimizer keeps for each of them, are views of vectors then, and are read and assigned as before.
-
-Optimizer updates that cannot mix when two pushes meet on a parameter server.
+worker would name them all. So they follow each other in a vector, which is read by one operation and updated by one.
+The variables of the model, and what an optimizer keeps for each of them, are views of vectors then, and are read and
+assigned as before.
 
 Keras writes an update as several operations on several variables. When two pushes meet on a ps, one may divide the
 momentum that the other has just added to by a velocity that the other has not yet changed: with Adam, one run in ten

@@ -1,9 +1,8 @@
-"""What a synchronous run needs before its first step: the model and the optimizer, equal everywhere, and the graph.
+"""Prepares a synchronous run: the model and the optimizer, equal on all workers, and the graph of a step.
 
-What synchronous workers must have in common before their first step: the data, the variables, the first weights.
-
-From then on all of them apply the same updates. What differs at the start would stay different, and checkpoints would
-hold only one worker's copy.
+Before their first step the workers must have the data, the variables and the first weights in common. From then on all
+of them apply the same updates. What differs at the start would stay different, and checkpoints would hold only one
+worker's copy.
 """
 
 import contextlib

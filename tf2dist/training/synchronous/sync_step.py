@@ -1,13 +1,12 @@
-"""The graph of synchronous training: on every replica the model's step, an all-reduce, and the same update.
+"""Graphs of synchronous training: on every replica the model's step, an all-reduce, and the same update.
 
 One vector carries what is small: gradients, changes of the state, and the sums for the log. Large gradients are reduced
 by themselves, each as soon as it is known; of large tables the rows are exchanged that the batches have looked up, see
-`rows`. All replicas then apply the same update to their own copy.
+`sync_rows`. All replicas then apply the same update to their own copy.
 
-Synchronous training of a model whose `train_step` applies an update and goes on with the new values, as GANs do.
-
-Each update is summed over the workers and applied where the step asks for it, so what follows sees the new values. What
-the step leaves at its end, the state and the sums for the log, is summed as in any other step.
+A `PhasedStep` is for a model whose `train_step` applies an update and goes on with the new values, as GANs do. Each
+update is summed over the workers and applied where the step asks for it, so what follows sees the new values. What the
+step leaves at its end, the state and the sums for the log, is summed as in any other step.
 """
 
 import functools

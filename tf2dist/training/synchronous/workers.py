@@ -1,6 +1,6 @@
-"""The synchronous workers as one of them sees them: who they are, and what they can do together.
+"""Synchronous workers as one of them sees them: who they are, what they can do together, and what sums their gradients.
 
-What sums the gradients of synchronous workers: NCCL, tf2dist's own all-reduce, or TensorFlow's ring.
+The gradients are summed by NCCL, by tf2dist's own all-reduce, or by TensorFlow's ring.
 """
 
 import ctypes
