@@ -358,7 +358,7 @@ def _parts(config: RunConfig) -> list[Rule]:
 
 
 def _simulated(config: RunConfig) -> list[Rule]:
-    """The rules about simulated delays; `launch.start` has those that depend on the workers."""
+    """The rules about simulated delays; `launch.single_run` has those that depend on the workers."""
     delays, distribution = config.simulate.delay_secs, config.simulate.distribution
     needs_delays = "is for simulate.delay_secs; add that"
     return [("simulate.distribution", distribution, any(delays) or distribution == "constant", needs_delays)]

@@ -47,7 +47,7 @@ class UpdateRule(abc.ABC):
         """
 
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:
-        """Why tables travel as a whole; empty if their rows may, see `model.lookups`."""
+        """Why tables travel as a whole; empty if their rows may, see `model.tables`."""
         return ""
 
     @abc.abstractmethod

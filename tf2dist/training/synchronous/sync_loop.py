@@ -1,4 +1,4 @@
-"""The synchronous training loop: every worker holds the model, gradients are all-reduced in each step; see `step`."""
+"""The synchronous training loop: every worker holds the model, and gradients are all-reduced; see `sync_step`."""
 
 import math
 import time

@@ -300,7 +300,7 @@ def step_class(name: str, algorithm: AlgorithmConfig, step: ModelStep) -> type[S
 def _why_no_rows(
     config: RunConfig, optimizer: keras.Optimizer, graph_class: type[SyncStep], has_any_batches: bool
 ) -> str:
-    """Why tables travel as a whole; empty if their rows may, see `rows`.
+    """Why tables travel as a whole; empty if their rows may, see `sync_rows`.
 
     Args:
         has_any_batches: whether batches are of any sizes, and TensorFlow gathers.

@@ -1,1 +1,1 @@
-"""The algorithms of asynchronous training, each in a file of its own; `config.algorithms` has their table."""
+"""The algorithms of asynchronous training, each in a file of its own; `config.schema` has their table."""
