@@ -329,8 +329,8 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
         ("probes.UNUSED_MODULES", ("keras.layers", "keras.gone"), "keras {}: has no keras.gone of the kind"),
         ("probes.OF_TENSORFLOW", ("TF_CPP_MIN_LOG_LEVEL", "TF_GONE"), "tensorflow {}: has no TF_GONE of the kind"),
         ("probes.KERAS_ON_TENSORFLOW", {"KERAS_NNX_ENABLED": "0"}, "keras {}: has no KERAS_BACKEND"),
-        ("of_keras.COUNTERS", ("step", "learning_rate"), "keras {}: has no slots of the kind"),
-        ("of_keras.UNNAMED", ANOTHER, "keras {}: has no slots of the kind"),
+        ("keras.COUNTERS", ("step", "learning_rate"), "keras {}: has no slots of the kind"),
+        ("keras.UNNAMED", ANOTHER, "keras {}: has no slots of the kind"),
     ],
 )
 def test_the_probes_report_another_wording(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, line: str) -> None:
@@ -350,7 +350,7 @@ def test_the_probes_report_another_form_of_reasons(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["KERAS_HOME", "KERAS_DEFAULTS"])
 def test_the_probes_report_other_settings_in_keras_json(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     other = "KERAS_FOLDER" if name == "KERAS_HOME" else KERAS_DEFAULTS | {"epsilon": 1e-6}
-    for module in ("config.keras_settings", "process.tf_internals.probes"):
+    for module in ("config.load", "tf_internals.probes"):
         monkeypatch.setattr(f"tf2dist.{module}.{name}", other)
     (told,) = tf_internals.missing()
     assert "has no settings in keras.json" in told
