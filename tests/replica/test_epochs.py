@@ -258,7 +258,9 @@ def test_callbacks_are_told_the_metrics_of_a_loss_that_is_not_finite(publishing:
     assert (kind, epoch) == ("not finite", 0)
     assert logs.keys() == {f"{part}{name}" for part in ("", "val_") for name in ("loss", "mae", "accuracy")}
     assert np.isfinite(logs["accuracy"])
-    assert not np.isfinite([logs["loss"], logs["mae"], logs["val_loss"]]).any()
+    assert not np.isfinite([logs["loss"], logs["val_loss"]]).any()
+    # The first loss that is too large comes from errors that are not; which step is looked at first depends on time.
+    assert not logs["mae"] < 1e20
 
 
 class Keeping(NoSaver):
