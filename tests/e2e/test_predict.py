@@ -138,10 +138,14 @@ def test_a_run_predicts_a_mapped_file(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert place == str(tmp_path / "run")
 
 
-def start(folder: Path, workers: int, *, at_once: int = 1) -> "subprocess.Popen[str]":
+def write_slow_model(folder: Path, slow: str = SLOW, *, at_once: int = 1) -> None:
     """`at_once`: that many workers have begun a range before the first range is done."""
-    (folder / "slow.py").write_text(SLOW)
+    (folder / "slow.py").write_text(slow)
     (folder / "workers").write_text(str(at_once))
+
+
+def start(folder: Path, workers: int, *, at_once: int = 1) -> "subprocess.Popen[str]":
+    write_slow_model(folder, at_once=at_once)
     (folder / "call.py").write_text(CALL)
     return subprocess.Popen(
         [sys.executable, "call.py", str(workers)],
@@ -213,18 +217,18 @@ def test_a_prediction_goes_on_with_another_number_of_workers(tmp_path: Path, no_
 
 def test_an_error_of_the_users_code_is_told(tmp_path: Path) -> None:
     model = SLOW.replace("time.sleep(0.1)", "assert x.max() < 790, 'too large'")
-    (tmp_path / "slow.py").write_text(model)
+    write_slow_model(tmp_path, model)
     command = [sys.executable, "-c", CALL, "2"]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100 * slowness())
     assert finished.returncode == 1
     assert "AssertionError: too large" in finished.stderr
-    assert re.search(r"worker-\d: .*\(.*slow.py:5\)$", finished.stderr.splitlines()[-1])
+    assert re.search(r"worker-\d: .*\(.*slow.py:9\)$", finished.stderr.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_many_hosts_make_the_same_call(tmp_path: Path) -> None:
     """The run directory is the same for both; worker 0 returns the result."""
-    (tmp_path / "slow.py").write_text(SLOW)
+    write_slow_model(tmp_path)
     code = """
 import tf2dist, slow
 predictions = tf2dist.predict(slow.model(), slow.x, batch_size=4, run_dir="run", verbose=0)
