@@ -20,8 +20,8 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model.optimizer_checks import ELEMENTWISE, check_parts
+from tf2dist.model.shards import all_parts, joined, parts_of
 from tf2dist.process import placement
-from tf2dist.process.shards import all_parts, joined, parts_of
 from tf2dist.tf_internals import fresh_names
 from tf2dist.training.hooks import Change
 

@@ -13,7 +13,7 @@ from tests.replica.small_runs import run_config, server_of
 from tf2dist.checkpoint.state import Named, assign, named_variables, values
 from tf2dist.model import builtin
 from tf2dist.model.packing import LARGE_BYTES, is_large
-from tf2dist.process.shards import joined, parts_of
+from tf2dist.model.shards import joined, parts_of
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.server import ParameterServer
 from tf2dist.training.parameter_server.storage import PackedStorage, Storage, allocate_storage

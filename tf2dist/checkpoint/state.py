@@ -5,7 +5,7 @@ The names depend neither on the mode nor on the number of workers or ps: "model/
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import keras
@@ -16,8 +16,7 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
-from tf2dist.process import heartbeat
-from tf2dist.process.shards import Part, assign_piece, joined, parts_of, read_piece, row_pieces
+from tf2dist.model.shards import Part, assign_piece, joined, parts_of, read_piece, row_pieces
 from tf2dist.registry import DATA_OF_FIT
 from tf2dist.tf_internals import (
     counter_of,
@@ -95,7 +94,7 @@ def _slots(
 
 
 def names_by_row(named: Named, tables: Sequence[keras.Variable]) -> set[str]:
-    """The names of tables, and of what optimizers hold for each of their rows; see `process.shards.row_pieces`."""
+    """The names of tables, and of what optimizers hold for each of their rows; see `model.shards.row_pieces`."""
     ids = set(map(id, tables))
     shapes = {name.removeprefix("model/"): tuple(v[0].shape) for name, v in named.items() if id(v[0]) in ids}
 
@@ -107,12 +106,18 @@ def names_by_row(named: Named, tables: Sequence[keras.Variable]) -> set[str]:
     return set(filter(is_by_row, named))
 
 
-def values(named: Named, by_row: Collection[str] = (), folder: str | None = None) -> dict[str, np.ndarray]:
+def values(
+    named: Named,
+    by_row: Collection[str] = (),
+    folder: str | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, np.ndarray]:
     """The values of all variables.
 
     Args:
         by_row: the names of those that are read piece by piece into files, and are mapped; see `names_by_row`.
         folder: for these files, which have no names and end with their arrays; None for that of temporary files.
+        progress: called after each piece.
 
     Raises:
         NotFiniteError: one is not finite.
@@ -122,13 +127,13 @@ def values(named: Named, by_row: Collection[str] = (), folder: str | None = None
     firsts = {name: variables[0] for name, variables in named.items()}
     arrays = finite({name: variable.value.numpy() for name, variable in firsts.items() if name not in by_row})
     tables = {name: variable for name, variable in firsts.items() if name in by_row}
-    return arrays | {name: in_file(_pieces(name, v), tuple(v.shape), folder) for name, v in tables.items()}
+    return arrays | {name: in_file(_pieces(name, v, progress), tuple(v.shape), folder) for name, v in tables.items()}
 
 
-def _pieces(name: str, variable: keras.Variable) -> Iterator[np.ndarray]:
+def _pieces(name: str, variable: keras.Variable, progress: Callable[[], None]) -> Iterator[np.ndarray]:
     for first, last in row_pieces(variable):
         yield finite({name: read_piece(variable, first, last)})[name]
-        heartbeat.progress()
+        progress()
 
 
 def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tf2dist.errors import ConfigError, kind_of, reason_of
-from tf2dist.process.shards import Part
+from tf2dist.model.shards import Part
 from tf2dist.tf_internals import choose_by_path, counter_of, groups_of, inner_optimizers
 
 # Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can

@@ -19,8 +19,8 @@ from tf2dist.model import checks, own_step
 from tf2dist.model.builtin import build_model, build_optimizer
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
+from tf2dist.model.shards import all_parts
 from tf2dist.model.step import ModelStep, has_own_loss
-from tf2dist.process.shards import all_parts
 from tf2dist.tf_internals import compute_loss, config_of, undecayed, with_inner
 
 

@@ -16,9 +16,9 @@ from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.model.scopes import CallScope, inlining, recording
+from tf2dist.model.shards import parts_of, read_rows
 from tf2dist.model.tables import LookupScope, TableLookups
 from tf2dist.model.trace import Trace
-from tf2dist.process.shards import parts_of, read_rows
 from tf2dist.tf_internals import build_metrics, compute_loss, losses_of, mask_of, own_layers_of_keras, seeds_of
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples

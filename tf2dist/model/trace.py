@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.process.shards import keras_variable, parts_of
+from tf2dist.model.shards import keras_variable, parts_of
 
 
 class Trace(NamedTuple):

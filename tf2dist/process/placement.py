@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.schema import ClusterConfig
-from tf2dist.process.shards import PIECE_BYTES, all_parts
+from tf2dist.model.shards import PIECE_BYTES, all_parts
 from tf2dist.tf_internals import PartitionedVariable, new_variable, seed_of
 
 PER_COUNTER = 4

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.linux import process_wide
-from tf2dist.process.shards import row_pieces
+from tf2dist.model.shards import row_pieces
 from tf2dist.tf_internals import dataset_of, table_of
 
 LARGE_BYTES = 16 << 20  # of a table; smaller ones stay in memory

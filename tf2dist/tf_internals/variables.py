@@ -62,7 +62,7 @@ class PartitionedVariable(StandIn):
 
     Attributes:
         parts: in order; they agree in all axes but the first.
-        variables: the Keras variables of the parts, once they have been made; see `process.shards`.
+        variables: the Keras variables of the parts, once they have been made; see `model.shards`.
         rows: of the whole, that each part has: rows that follow each other, or every n-th one.
 
     Args:

@@ -23,9 +23,9 @@ from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.recurrence import recurrence_of
+from tf2dist.model.shards import Values, all_parts, cut, join, parts_of
 from tf2dist.model.source import EpochPlan, MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
-from tf2dist.process.shards import Values, all_parts, cut, join, parts_of
 from tf2dist.tf_internals import as_one_node, groups_of
 from tf2dist.training.loop import steps_to_pause, unrolled_steps
 from tf2dist.training.parameter_server.batches import (

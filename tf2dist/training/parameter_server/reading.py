@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, finite, values
 from tf2dist.model.packing import Packing
-from tf2dist.process.shards import parts_of, read_piece
+from tf2dist.model.shards import parts_of, read_piece
+from tf2dist.process import heartbeat
 from tf2dist.tf_internals import PartitionedVariable
 from tf2dist.training.parameter_server.server import ModelPart
 
@@ -72,7 +73,7 @@ class PackedRead:
         Raises:
             OSError: a table could not be written into a file.
         """
-        arrays = values(self._rest, self._by_row, self._folder)
+        arrays = values(self._rest, self._by_row, self._folder, heartbeat.progress)
         for shapes, packing, read in self._packed:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
             arrays |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})

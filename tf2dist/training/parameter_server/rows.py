@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from tf2dist.model.shards import parts_of
 from tf2dist.model.tables import Lookups
-from tf2dist.process.shards import parts_of
 from tf2dist.training.parameter_server.wire import Parcel
 
 Request: TypeAlias = "tf.Tensor | None"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from tf2dist.data.passes import NumberedSteps
+from tf2dist.model.shards import cut, parts_of
 from tf2dist.model.step import step_place
-from tf2dist.process.shards import cut, parts_of
 from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
 from tf2dist.training.parameter_server.graphs import Call, GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.rows import Request, Routed

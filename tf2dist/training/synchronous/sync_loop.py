@@ -172,7 +172,7 @@ class SyncLoop(LoopBase):
         return [(self._optimizer, self.step.trainable)]
 
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
-        arrays = values(self.named, self.by_row, self.config.run_dir)
+        arrays = values(self.named, self.by_row, self.config.run_dir, heartbeat.progress)
         return lambda: arrays
 
     def broadcast(self, packed: bytes) -> bytes:

@@ -47,9 +47,10 @@ from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
+from tf2dist.model.shards import read_piece, row_pieces
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
-from tf2dist.process.shards import read_piece, row_pieces
+from tf2dist.process import heartbeat
 from tf2dist.tf_internals import counters_of, inner_optimizers, trained_variables
 from tf2dist.training.loop import PreparedRun, sharding_of, target_step
 from tf2dist.training.stragglers import Stragglers
@@ -102,7 +103,8 @@ def synchronize_initial_state(
     # Weights alone may differ, if a builder draws them where the seed does not reach: all workers take worker 0's. The
     # broadcast is left out if they are equal, since it costs time with a large model.
     if differs[:, -1].any():
-        _, arrays = workers.broadcast_arrays(None, values(of_model, by_row) if workers.index == 0 else {})
+        own_values = values(of_model, by_row, progress=heartbeat.progress) if workers.index == 0 else {}
+        _, arrays = workers.broadcast_arrays(None, own_values)
         assign(of_model, arrays, by_row)
 
 
