@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tf2dist.data.stream import Shard
     from tf2dist.finished.loading import load_model
     from tf2dist.fitting.fit import fit
+    from tf2dist.fitting.prediction import predict
     from tf2dist.fitting.request import Local
     from tf2dist.fitting.run import Result
     from tf2dist.model.batch_attention import gather
-    from tf2dist.predicting.predict import predict
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,7 +53,7 @@ LATER = {  # these modules import Keras
     "fit": "tf2dist.fitting.fit",
     "gather": "tf2dist.model.batch_attention",
     "load_model": "tf2dist.finished.loading",
-    "predict": "tf2dist.predicting.predict",  # `tf2dist/predict.py` is the command, which nobody imports
+    "predict": "tf2dist.fitting.prediction",  # `tf2dist/predict.py` is the command, which nobody imports
 }
 
 

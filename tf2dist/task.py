@@ -18,10 +18,10 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema, tree
 from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError, TrainingError, first_line
+from tf2dist.fitting.ranges import predict_ranges
 from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.messages import ToLauncher
 from tf2dist.model.source import RegisteredSource, Source
-from tf2dist.predicting.worker import predict_ranges
 from tf2dist.process import heartbeat, inbox
 from tf2dist.process.sigterm import end_on_sigterm
 from tf2dist.run import run_task

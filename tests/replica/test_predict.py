@@ -13,9 +13,8 @@ import tensorflow as tf
 import tf2dist
 from tests.conftest import leave_free
 from tf2dist.errors import TrainingError
+from tf2dist.fitting.ranges import Ranges, range_size, rows_of
 from tf2dist.launch import single_run
-from tf2dist.predicting.ranges import Ranges, range_size
-from tf2dist.predicting.worker import rows_of
 
 X = np.arange(120.0).reshape(40, 3)
 Make = Callable[[], Any]

@@ -122,7 +122,7 @@ PACKAGE = REPOSITORY / "tf2dist"
 def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
     """`registry` runs plugins, which are code, `testing` sends functions to processes of the same test, and
     `functions`, `pickling` and `shipping` send those of a call of `fit` to its tasks. The modules of `finished` load
-    models in Keras' safe mode, also for `predicting`."""
+    models in Keras' safe mode, also for `prediction`."""
     imported: set[str] = set()
     called: set[str] = set()
     for node in ast.walk(ast.parse(module.read_text())):
@@ -134,7 +134,7 @@ def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
             loose = [word for word in node.keywords if word.arg in ("allow_pickle", "shell")]
             assert module.stem == "shipping" or not any(word.arg == "safe_mode" for word in node.keywords)
             assert all(isinstance(word.value, ast.Constant) and word.value.value is False for word in loose)
-    loads_models = module.stem == "shipping" or module.parent.name in ("finished", "predicting")
+    loads_models = module.stem in ("shipping", "prediction") or module.parent.name == "finished"
     assert not called & RUNNERS - ({"load_model"} if loads_models else set())
     fitting = {name: {"cloudpickle"} for name in ("functions", "pickling", "shipping")}
     allowed = {"testing": {"pickle", "cloudpickle"}, **fitting}.get(module.stem, set())

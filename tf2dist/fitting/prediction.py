@@ -26,11 +26,11 @@ from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
 from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.fit import with_value_errors
+from tf2dist.fitting.ranges import DESCRIPTION, Ranges, range_size
 from tf2dist.fitting.request import Local
 from tf2dist.fitting.run import as_public_error, leave_gpus_to_tasks, private_folder, run_tasks
 from tf2dist.launch.console import rate_text
 from tf2dist.launch.run_dir import locked, make_run_dir
-from tf2dist.predicting.ranges import DESCRIPTION, Ranges, range_size
 from tf2dist.process.tables_in_files import Tables
 from tf2dist.registry import ARRAYS_OF_FIT
 

@@ -1,1 +1,0 @@
-"""`tf2dist.predict`: a data set that all workers predict, range by range."""
