@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tf2dist.data.stream import Shard
     from tf2dist.finished.loading import load_model
     from tf2dist.fitting.fit import fit
+    from tf2dist.fitting.fit_run import Result
     from tf2dist.fitting.prediction import predict
     from tf2dist.fitting.request import Local
-    from tf2dist.fitting.run import Result
     from tf2dist.model.batch_attention import gather
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ __all__ = [
 
 LATER = {  # these modules import Keras
     "Local": "tf2dist.fitting.request",
-    "Result": "tf2dist.fitting.run",
+    "Result": "tf2dist.fitting.fit_run",
     "Shard": "tf2dist.data.stream",
     "fit": "tf2dist.fitting.fit",
     "gather": "tf2dist.model.batch_attention",

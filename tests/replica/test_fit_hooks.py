@@ -16,8 +16,8 @@ from tf2dist.data.arrays import Arrays, Splits
 from tf2dist.errors import FitError, TrainingError
 from tf2dist.fitting import callbacks, shipping
 from tf2dist.fitting.callbacks import Callbacks
-from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLauncher
 from tf2dist.model.source import EpochPlan
@@ -35,9 +35,9 @@ class Leader:
         model.compile(keras.optimizers.SGD(0.5), "mse")
         self.callbacks = Callbacks(callbacks, Mirror(model), EpochPlan(epochs=epochs), 0, 10)
         self.model, self.inbox = model, Inbox()
-        self.conversation: Conversation[Any] = Conversation(folder, {}, [], self.callbacks, epochs)
-        self.conversation.connect(self._forward)
-        self.to_launcher = ToLauncher("chief-0", self.conversation.hear)  # type: ignore[arg-type]
+        self.session: FitSession[Any] = FitSession(folder, {}, [], self.callbacks, epochs)
+        self.session.connect(self._forward)
+        self.to_launcher = ToLauncher("chief-0", self.session.on_message)  # type: ignore[arg-type]
         self.hooks = LauncherHooks(self.to_launcher, self.inbox, folder)
         self.arrays: dict[str, np.ndarray] = {
             "model/only/kernel": np.full((2, 1), 3.0, np.float32),
@@ -58,7 +58,7 @@ class Leader:
         return change
 
     def run(self, script: Callable[["Leader"], Any]) -> Any:
-        return self.conversation.follow(lambda asked: script(self), Console())
+        return self.session.follow(lambda asked: script(self), Console())
 
 
 class Zeroing(keras.callbacks.Callback):
@@ -223,7 +223,7 @@ def test_hooks_are_called_in_the_order_of_keras(
 
     def script(leader: Leader) -> None:
         def progress(step: int) -> None:
-            leader.conversation.hear(ProgressMessage("chief-0", step, 4, {"loss": 1.0}))
+            leader.session.on_message(ProgressMessage("chief-0", step, 4, {"loss": 1.0}))
 
         progress(0)
         leader.call("begin", 0, 0)
@@ -283,7 +283,7 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     def script(leader: Leader) -> Change:
         leader.call("begin", 0, 0)
         for step in (3, 4):
-            leader.conversation.hear(ProgressMessage("chief-0", step, 20, {"loss": 1.0}))
+            leader.session.on_message(ProgressMessage("chief-0", step, 20, {"loss": 1.0}))
         assert leader.inbox.pause_wanted.wait(30)
         sent.put(leader.hooks.wanted())
         change = leader.call("pause", 0, 7)

@@ -13,7 +13,7 @@ import pytest
 import tf2dist
 from tf2dist.errors import FitError
 from tf2dist.fitting import refusals, request, shipping
-from tf2dist.fitting.run import alone_with
+from tf2dist.fitting.fit_run import alone_with
 from tf2dist.launch import single_run
 from tf2dist.tf_constants import ONEDNN
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tf2dist.fitting.run import History, Result
+from tf2dist.fitting.fit_run import History, Result
 
 SUMMARY: dict[str, Any] = {
     "mode": "sync",

@@ -13,8 +13,8 @@ from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
+from tf2dist.fitting.fit_run import Result, Run, leave_gpus_to_tasks
 from tf2dist.fitting.request import Local, Model
-from tf2dist.fitting.run import Result, Run, leave_gpus_to_tasks
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")

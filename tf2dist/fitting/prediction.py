@@ -24,11 +24,11 @@ from tf2dist.files import write_whole
 from tf2dist.finished.loading import load_in_files
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
-from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.fit import with_value_errors
+from tf2dist.fitting.fit_run import as_public_error, leave_gpus_to_tasks, private_folder, run_tasks
 from tf2dist.fitting.ranges import DESCRIPTION, Ranges, range_size
 from tf2dist.fitting.request import Local
-from tf2dist.fitting.run import as_public_error, leave_gpus_to_tasks, private_folder, run_tasks
+from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import rate_text
 from tf2dist.launch.run_dir import locked, make_run_dir
 from tf2dist.process.tables_in_files import Tables
@@ -114,9 +114,9 @@ def predict(
         ranges = settled(Path(config.run_dir), identity, examples, place)
         if not ranges.is_complete():
             sys_path = [entry for entry in sys.path if isinstance(entry, str)]
-            conversation: Conversation[Any] = Conversation(job, identity, sys_path, None, 0)
+            session: FitSession[Any] = FitSession(job, identity, sys_path, None, 0)
             try:
-                run_tasks(config, place, console, started_at, conversation)
+                run_tasks(config, place, console, started_at, session)
             except TaskFailure as failure:
                 raise as_public_error(failure) from None
     if not place.leads:

@@ -134,7 +134,7 @@ class Monitor:
     def _on_event(self, event: Event) -> None:
         self._watchdog.on_message(event)
         if self._caller and isinstance(event, CallerMessage):
-            self._caller.hear(event)
+            self._caller.on_message(event)
         match event:
             case ProgressMessage():
                 self._global_step = event.step

@@ -126,5 +126,5 @@ class Caller(Protocol):
     def connect(self, send: Send) -> None:
         """Takes the function that sends a message to the leader, from any thread."""
 
-    def hear(self, message: CallerMessage) -> None:
+    def on_message(self, message: CallerMessage) -> None:
         """Takes a message of the leader; must not wait."""

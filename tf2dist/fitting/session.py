@@ -30,7 +30,7 @@ def _signal_of(error: BaseException) -> signal.Signals:
     return signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
 
 
-class Conversation(Generic[T]):
+class FitSession(Generic[T]):
     """The caller's side of one run; see `launch.run_state.Caller`.
 
     The thread of the run puts the leader's messages into a queue. The caller's thread takes them out and calls the
@@ -70,7 +70,7 @@ class Conversation(Generic[T]):
     def connect(self, send: Send) -> None:
         self._send = send
 
-    def hear(self, message: CallerMessage) -> None:
+    def on_message(self, message: CallerMessage) -> None:
         # Printed here, since the console belongs to the thread of the run: two threads must not write to it at once.
         if self._console and isinstance(message, HookCall) and message.kind == "epoch":
             self._console.epoch(message.epoch + 1, self._num_epochs, dict(message.logs))

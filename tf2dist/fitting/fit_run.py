@@ -28,9 +28,9 @@ from tf2dist.errors import (
 from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
-from tf2dist.fitting.conversation import Conversation
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.request import Model, batches_of_a_step, check_share, name_of, set_model_options
+from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.single_run import check_place, check_size, draw_training, run_in_folder
 from tf2dist.linux import process_wide
@@ -90,7 +90,7 @@ class Result:
         return self._model
 
 
-Outcome = tuple[Path, dict[str, Any]]  # the run directory, and the summary
+FolderAndSummary = tuple[Path, dict[str, Any]]  # the run directory and the summary
 # The class of a task's error, of which only the exit code and the text come out of its process.
 ERRORS: dict[int, type[TfDistError]] = {
     ConfigError.exit_code: ConfigError,
@@ -159,14 +159,14 @@ class Run:
         callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
         if advice := callbacks.advice():
             self.console.warn(advice)
-        conversation = self._conversation(job, callbacks)
+        session = self._session(job, callbacks)
         try:
-            folder, summary = self._run_tasks(conversation)
+            folder, summary = self._run_tasks(session)
         except TaskFailure as failure:
             if failure.exit_code != NotFiniteError.exit_code or not refusals.has_terminator(self.callbacks):
                 raise as_public_error(failure) from None
             # The tasks have ended without a summary; the mirror has the weights of the last call of the hooks.
-            callbacks.end_not_finite(conversation.step)
+            callbacks.end_not_finite(session.step)
             self.console.note(f"TerminateOnNaN ended the run: {failure}")
             folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
@@ -192,22 +192,22 @@ class Run:
 
     def _follow(self, job: Path) -> Result:
         try:
-            folder, summary = self._run_tasks(self._conversation(job, None))
+            folder, summary = self._run_tasks(self._session(job, None))
         except TaskFailure as failure:
             raise as_public_error(failure) from None
         leader = self.place.cluster.leader
         location = f"{leader} at {self.place.cluster.address(leader)} has it, in its run_dir"
         return Result(History(), summary, folder, None, location)
 
-    def _conversation(self, job: Path, callbacks: Callbacks | None) -> Conversation[Outcome]:
+    def _session(self, job: Path, callbacks: Callbacks | None) -> FitSession[FolderAndSummary]:
         identity = identity_of(self.splits, self.plan)
         sys_path = [entry for entry in sys.path if isinstance(entry, str)]
-        return Conversation(job, identity, sys_path, callbacks, self.plan.epochs)
+        return FitSession(job, identity, sys_path, callbacks, self.plan.epochs)
 
-    def _run_tasks(self, conversation: Conversation[Outcome]) -> Outcome:
+    def _run_tasks(self, session: FitSession[FolderAndSummary]) -> FolderAndSummary:
         self._warn_of_repeated_data(self.console)
         try:
-            folder, summary = run_tasks(self.config, self.place, self.console, self.started_at, conversation)
+            folder, summary = run_tasks(self.config, self.place, self.console, self.started_at, session)
             if summary:
                 self.console.note(result_lines(summary, str(folder)))
             return folder, summary
@@ -216,13 +216,13 @@ class Run:
 
 
 def run_tasks(
-    config: RunConfig, place: Place, console: Console, started_at: float, conversation: Conversation[Outcome]
-) -> Outcome:
+    config: RunConfig, place: Place, console: Console, started_at: float, session: FitSession[FolderAndSummary]
+) -> FolderAndSummary:
     """Runs the tasks of this host to their end.
 
     Raises:
         TfDistError: they cannot run, or have failed.
-        KeyboardInterrupt, SystemExit: of a signal, see `Conversation.follow`.
+        KeyboardInterrupt, SystemExit: of a signal, see `FitSession.follow`.
     """
     check_size(config, place.cluster)
     if place.has_peers:
@@ -230,10 +230,10 @@ def run_tasks(
         if text := exposure_warning(*place):
             console.warn(text)
 
-    def run(requests: StopRequests) -> Outcome:
-        return run_in_folder(config, place, console, started_at, requests, conversation)
+    def run(requests: StopRequests) -> FolderAndSummary:
+        return run_in_folder(config, place, console, started_at, requests, session)
 
-    return conversation.follow(run, console)
+    return session.follow(run, console)
 
 
 _in_training: set[int] = set()  # the ids of the models that calls of `fit` in this process are training
