@@ -16,8 +16,8 @@ from tf2dist.checkpoint.store import Checkpoints, NoSaver, Notify, Saver
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import KerasConfig, RunConfig
-from tf2dist.data.arrays import Splits
 from tf2dist.data.location import check_shard
+from tf2dist.data.splits import Splits
 from tf2dist.errors import CheckpointError, Interrupted, reason_of
 from tf2dist.finished.writing import describe, write_model
 from tf2dist.messages import ToLauncher

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import keras
 import numpy as np
 
-from tf2dist.data.arrays import Splits, checked
+from tf2dist.data.splits import Splits, checked
 from tf2dist.model.source import EpochPlan
 from tf2dist.training.hooks import Change, NamedArrays
 

@@ -16,7 +16,8 @@ from tests.replica.test_streams import BATCH, of_generator, streamed
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import AlgorithmConfig, RunConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.model import packing
 from tf2dist.testing import SyncWorker
 from tf2dist.training.hooks import Change

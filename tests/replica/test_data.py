@@ -18,9 +18,9 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, input_position
 from tf2dist.config.schema import DataConfig
 from tf2dist.data import location, pipeline
-from tf2dist.data.arrays import checked
 from tf2dist.data.loading import load_mnist
 from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.data.splits import checked
 from tf2dist.errors import DataError
 
 SPLITS = ("train", "validation", "test")

@@ -15,7 +15,8 @@ from tests.replica.small_runs import run_config
 from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.checkpoint.store import NoSaver
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers

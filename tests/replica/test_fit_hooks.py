@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import pytest
 
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError, TrainingError
 from tf2dist.fitting import callbacks, shipping
 from tf2dist.fitting.callbacks import Callbacks

@@ -18,7 +18,8 @@ from tests.replica.test_like_keras import STEPS, first_layers, plain_keras, weig
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
 from tf2dist.config.schema import AlgorithmConfig, RunConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model.source import build_step
 from tf2dist.model.step import ModelStep

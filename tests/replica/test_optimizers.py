@@ -10,7 +10,7 @@ import pytest
 
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.test_epochs import BATCH, SEED, assert_same, config_of, drive, examples, table, train_in_sync
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 

@@ -17,7 +17,8 @@ from tests.replica import own_steps  # noqa: F401  registers models
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits
 from tf2dist.config.schema import AlgorithmConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks
 from tf2dist.model.own_step import OwnStep

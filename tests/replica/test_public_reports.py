@@ -13,7 +13,8 @@ from tests.replica.small_runs import run_config
 from tests.replica.traced_models import IN_ASYNC as TRACED_IN_ASYNC
 from tests.replica.traced_models import IN_SYNC as TRACED_IN_SYNC
 from tests.replica.traced_models import MODELS as TRACED_MODELS
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 

@@ -18,7 +18,8 @@ from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import AlgorithmConfig, RunConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.finished.writing import describe, write_model
 from tf2dist.fitting import shipping

@@ -16,7 +16,7 @@ from tests.replica.test_streams import BATCH, Streamed, X, Y, drive_in_sync, str
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS, Reader, Shard, Stream, StreamSharding
 from tf2dist.errors import DataError
 from tf2dist.model.source import EpochPlan

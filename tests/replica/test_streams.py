@@ -14,7 +14,9 @@ from tests.replica.test_epochs import SEED, assert_same, config_of, drive, every
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data import splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.data.stream import Load, Reader, Shard, Stream, StreamSharding
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
@@ -69,7 +71,7 @@ class Streamed(InMemorySource):
     def load(self) -> Splits:
         load, shared = self.validation_loader, (self.count, SEED, BATCH)
         validation = Stream("validation", load, *shared, "validation_data") if load else None
-        return Stream("load", self.loader, *shared).splits(self.splits.validation, validation)
+        return splits.streamed(Stream("load", self.loader, *shared), self.splits.validation, validation)
 
 
 VALIDATION = Arrays(X[250:], Y[250:])

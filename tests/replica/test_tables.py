@@ -11,7 +11,7 @@ from sklearn import datasets
 
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.test_epochs import BATCH, EPOCHS, SEED, assert_same, config_of, drive, train_in_sync
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits
 from tf2dist.fitting.request import training_set, validation_set
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers

@@ -8,15 +8,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tf2dist.data.arrays import Arrays, Splits
+    from tf2dist.data.arrays import Arrays
     from tf2dist.data.loading import load
+    from tf2dist.data.splits import Splits
 
 __all__ = ["Arrays", "Splits", "load"]
 
 # Importing any of these modules imports TensorFlow, which takes seconds.
 MODULES = {
     "Arrays": "tf2dist.data.arrays",
-    "Splits": "tf2dist.data.arrays",
+    "Splits": "tf2dist.data.splits",
     "load": "tf2dist.data.loading",
 }
 

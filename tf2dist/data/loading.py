@@ -17,9 +17,10 @@ from importlib import resources
 import numpy as np
 
 from tf2dist.config.schema import DataConfig
-from tf2dist.data.arrays import Arrays, Splits, Truth, checked
+from tf2dist.data.arrays import Arrays
 from tf2dist.data.location import mnist_dir, mnist_files
 from tf2dist.data.mnist import decoded
+from tf2dist.data.splits import Splits, Truth, checked
 from tf2dist.errors import DataError, kind_of
 from tf2dist.registry import DATA, call, look_up, register_data
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import Arrays, Layout, Splits, leaves_of
+from tf2dist.data.arrays import Layout, leaves_of
 from tf2dist.data.passes import Sharding
 from tf2dist.data.pipeline import NO_AUTOGRAPH
 from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_place
@@ -102,11 +102,6 @@ class Stream:
             DataError: see `dataset`.
         """
         return self._layout_of(self.dataset(0))
-
-    def splits(self, validation: Arrays | None, validation_stream: "Stream | None" = None) -> Splits:
-        """The data of a run, without arrays to train on."""
-        train = Arrays(*self.layout.pack(self.no_examples()))
-        return Splits(train, validation, num_classes=None, stream=self, validation_stream=validation_stream)
 
     def no_examples(self) -> list[np.ndarray]:
         """The leaves of a batch without examples; dimensions of unknown size are 0, too."""

@@ -11,8 +11,9 @@ from tf2dist.config import tree
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import location
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
 from tf2dist.data.loading import load as load_data
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read
 from tf2dist.finished.loading import UnknownCode, load_in_files

@@ -17,7 +17,7 @@ from tf2dist.launch.plotting import GREY, as_png, own_look, set_head, set_style
 from tf2dist.palette import BLACK, BLUE, SPLIT_STYLES, VERMILLION
 
 if TYPE_CHECKING:
-    from tf2dist.data.arrays import Truth  # imports Keras
+    from tf2dist.data.splits import Truth  # imports Keras
 
 MAX_MISTAKES, NUM_RIGHT, IMAGES_A_ROW = 36, 6, 6  # of predictions.png
 ROW_INCHES, HEAD_INCHES, TEXT_INCHES, IMAGES_WIDTH = 1.75, 0.75, 0.42, 9.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from tf2dist.config.schema import MODES
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits, streamed
 from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs, refusals, request, shipping
@@ -160,7 +160,7 @@ def fit(
         leave_gpus_to_tasks()
         stream = Stream(request.name_of(data), data, num_workers, seed, config.train.batch_size_per_worker)
         given = None if validation_arrays is None else request.validation_arrays(stream.layout, validation_arrays)
-        splits = stream.splits(given)
+        splits = streamed(stream, given)
         plan = replace(plan, steps_per_epoch=steps_per_epoch or request.steps_of(stream, config))
         stream.repeats = plan.steps_per_epoch is not None
     if is_validated_on_stream:

@@ -14,7 +14,8 @@ import tensorflow as tf
 from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Layout, Splits
+from tf2dist.data.arrays import Layout
+from tf2dist.data.splits import Splits
 from tf2dist.errors import (
     ConfigError,
     FitError,

@@ -18,7 +18,8 @@ import tensorflow as tf
 from tf2dist.cluster import tf_config
 from tf2dist.cluster.spec import Place, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Arrays, Splits
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError, TaskFailure, kind_of, reason_of, users_place
 from tf2dist.files import write_whole
 from tf2dist.finished.loading import load_in_files

@@ -29,7 +29,8 @@ import cloudpickle
 import keras
 import numpy as np
 
-from tf2dist.data.arrays import Arrays, Layout, Splits
+from tf2dist.data.arrays import Arrays, Layout
+from tf2dist.data.splits import Splits, streamed
 from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
 from tf2dist.files import write_whole
@@ -281,7 +282,7 @@ class ShippedSource:
             raise _unreadable(self._folder, error) from None
         stream, validation_stream = self._stream("stream"), self._stream("validation_stream")
         if stream:
-            return stream.splits(validation, validation_stream)
+            return streamed(stream, validation, validation_stream)
         assert train, "a job has arrays or a stream"
         return Splits(train, validation, num_classes=None, validation_stream=validation_stream)
 

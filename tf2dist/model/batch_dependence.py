@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits
 from tf2dist.model.batch_attention import noting
 from tf2dist.model.recurrence import reached_from, recurrence_of
 from tf2dist.model.step import ModelStep, step_place

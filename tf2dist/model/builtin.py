@@ -7,7 +7,7 @@ import keras
 from keras.optimizers import LossScaleOptimizer
 
 from tf2dist.config.checks import LAZY_ROWS
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, reason_of
 from tf2dist.model import checks
 from tf2dist.model.optimizer_checks import check_optimizer

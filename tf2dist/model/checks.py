@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import Layout, Splits, leaves_of
+from tf2dist.data.arrays import Layout, leaves_of
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model.batch_dependence import Dependence, StateChange, loss_dependence, state_changes
 from tf2dist.model.gradients import WAY_OUT

@@ -12,8 +12,9 @@ import keras
 import tensorflow as tf
 
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Layout, Splits
+from tf2dist.data.arrays import Layout
 from tf2dist.data.loading import load
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks, own_step
 from tf2dist.model.builtin import build_model, build_optimizer

@@ -19,9 +19,9 @@ import numpy as np
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Facts, Frozen, InputFacts, Snapshot
 from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_position, names_by_row
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Splits
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.passes import AggregatedSharding, NumberedSteps, Sharding
+from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import ConfigError, NotFiniteError
 from tf2dist.model.checks import Advice, advice_on

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, assign, finalizes, named_variables, values
 from tf2dist.config.schema import AlgorithmConfig, RunConfig
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits
 from tf2dist.data.stream import Stream
 from tf2dist.errors import ConfigError
 from tf2dist.model.checks import check_aggregation, check_unsynchronized

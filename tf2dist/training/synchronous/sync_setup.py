@@ -32,8 +32,8 @@ from tf2dist.checkpoint.state import (
     values,
 )
 from tf2dist.config.schema import ALGORITHMS, AlgorithmConfig, RunConfig
-from tf2dist.data.arrays import Splits
 from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError, RequestError
 from tf2dist.model.checks import (
     check_batches,

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.arrays import Splits
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, TaskLostError
 from tf2dist.model.batch_attention import Exchange, exchanging
 from tf2dist.model.own_step import OwnStep
