@@ -33,7 +33,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tf2dist.files import write_whole
 from tf2dist.signals import name_of
 from tf2dist.tf_constants import (
     AUTOGRAPH_FILE,
@@ -165,8 +164,8 @@ class FailureRecord:
     def path(log_dir: Path, task: str) -> Path:
         return log_dir / f"{task}.error.json"
 
-    def write(self, log_dir: Path) -> None:
-        write_whole(self.path(log_dir, self.task), json.dumps(asdict(self)))
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, log_dir: Path, task: str) -> "FailureRecord | None":

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tf2dist.errors import ConfigError
 from tf2dist.tf_constants import KERAS_HOME
 
 
@@ -94,8 +95,6 @@ def is_path(text: Any) -> bool:
         return False
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not text.isascii():
-        from tf2dist.errors import ConfigError  # which writes files by this module
-
         shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         raise ConfigError(
             f"{shown}: has letters that Python takes for {encoding} in this locale, and TensorFlow for UTF-8; set "

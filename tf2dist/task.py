@@ -18,6 +18,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config import schema, tree
 from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError, TrainingError, first_line
+from tf2dist.files import write_whole
 from tf2dist.fitting.ranges import predict_ranges
 from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.messages import ToLauncher
@@ -75,7 +76,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), as_own_error(error))
         with contextlib.suppress(OSError):  # on a full disk; the launcher still sees the exit code
-            record.write(run_dir / "logs")
+            write_whole(record.path(run_dir / "logs", record.task), record.as_json())
         return record.exit_code
     to_launcher.done()  # exit code 0 without this message: other code has ended the process
     return 0

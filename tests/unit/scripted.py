@@ -126,7 +126,8 @@ def ended(task: str, code: int) -> Exited:
 
 
 def write_echo(log_dir: Path, task: str) -> None:
-    FailureRecord(task, 0.0, TaskLostError.exit_code, ECHO).write(log_dir)
+    record = FailureRecord(task, 0.0, TaskLostError.exit_code, ECHO)
+    record.path(log_dir, task).write_text(record.as_json())
 
 
 def start_with_echo(launcher: ScriptedLauncher, who: str, task: str, restarts: int) -> None:

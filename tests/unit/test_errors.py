@@ -31,7 +31,7 @@ def test_a_record_survives_its_process(tmp_path: Path) -> None:
         raise ValueError("wrong shape\nmore")
     except ValueError as error:
         record = FailureRecord.of("worker-1", error)
-    record.write(tmp_path)
+    record.path(tmp_path, record.task).write_text(record.as_json())
     assert FailureRecord.read(tmp_path, "worker-1") == record
     assert FailureRecord.read(tmp_path, "worker-2") is None
     assert record.message == f"ValueError: wrong shape more ({__file__}:31)"

@@ -96,7 +96,8 @@ def test_an_error_that_follows_from_the_kill_is_not_the_cause(
     launcher = ScriptedLauncher(tmp_path, [], silent="worker-1", runs=True)
 
     def write_record(task: str, signum: int, alone: bool = False) -> None:
-        FailureRecord(task, launcher.now, code, "the loss is nan").write(tmp_path)
+        record = FailureRecord(task, launcher.now, code, "the loss is nan")
+        record.path(tmp_path, record.task).write_text(record.as_json())
         ScriptedLauncher.signal(launcher, task, signum)
 
     monkeypatch.setattr(launcher, "signal", write_record)
