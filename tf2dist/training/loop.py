@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,9 +24,8 @@ from tf2dist.data.passes import AggregatedSharding, NumberedSteps, Sharding
 from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import ConfigError, NotFiniteError
-from tf2dist.model.checks import Advice, advice_on
+from tf2dist.model.checks import advice_on
 from tf2dist.model.evaluate import Evaluation
-from tf2dist.model.metrics import Metrics
 from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import ModelStep
 from tf2dist.tf_internals import set_learning_rates
@@ -175,113 +174,6 @@ class EpochPosition:
         return np.array([self.epoch, self.first_step, self.num_steps])
 
 
-class Loop(Protocol):
-    """One task's view of the training.
-
-    Made with ``build(config, cluster, task, source, splits, start, report, strategy)``. `strategy` is that of the
-    synchronous cluster; if it is None, `build` connects to the servers of the cluster.
-
-    Attributes:
-        earlier_updates: the updates that the optimizer had applied before this run.
-        leads: whether this task is the leader.
-        start: the snapshot that the run continues from, without the variables of the model and of the
-            optimizer; None for a new run.
-        restored_from: a line for the user about what was restored from `start`; empty for nothing.
-        epoch_has_ended: whether the data have come to their end, in a run whose epochs end with the data.
-        num_unread: of how many workers that end has left data unread.
-        advice: about the model, for the user.
-        new_optimizer: makes an optimizer like that of the run, without its state.
-    """
-
-    model: keras.Model
-    metrics: Metrics
-    sharding: Sharding
-    progress: Progress
-    target_step: int
-    earlier_updates: int
-    leads: bool
-    start: Snapshot | None
-    restored_from: str
-    advice: Advice
-    new_optimizer: Callable[[], keras.Optimizer]
-
-    @property
-    def epoch_has_ended(self) -> bool: ...
-
-    @property
-    def num_unread(self) -> int: ...
-
-    @property
-    def optimizer(self) -> keras.Optimizer:
-        """An optimizer of the run; if there are several, all of them have its learning rates."""
-
-    def begin_epoch(self) -> None:
-        """Begins a new pass over the data, if those end the epochs; while no task trains."""
-
-    def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
-        """Trains until exactly `until_step` updates have been applied, `epoch_has_ended`, or a pause is requested.
-
-        Args:
-            pause_request: called from time to time; a request makes all tasks pause soon, at the same step.
-
-        Returns:
-            What the tasks have requested, even if `until_step` was reached.
-        """
-
-    def combine(self, request: PauseRequest) -> PauseRequest:
-        """The requests of all tasks that drive the training; all of them must call this, while none trains."""
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The values of all variables by name, while no task trains."""
-
-    def random_states(self) -> dict[str, np.ndarray]:
-        """The states of the model's random generators after the steps so far, by name; see `ModelStep`."""
-
-    def apply(self, change: Change) -> None:
-        """Sets variables and learning rates; all tasks that drive the training must call this."""
-
-    def broadcast(self, packed: bytes) -> bytes:
-        """Returns the bytes that the leader passes; all tasks that drive the training must call this."""
-
-    def freeze(self) -> Frozen:
-        """The state at `progress.global_step`. Only for the leader, while no task trains."""
-
-    def snapshot(self) -> Snapshot:
-        """What `freeze` keeps, fetched at once."""
-
-    def finalize(self) -> None:
-        """Sets the final weights of the model, such as the optimizer's moving averages.
-
-        Later snapshots still hold the weights with which a training would continue. All tasks that drive the training
-        must call this.
-        """
-
-    def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Evaluates "test" or "validation", every example exactly once.
-
-        Raises:
-            WorkersAway: a stop is requested, and the evaluation cannot be finished.
-        """
-
-    def updates_applied(self) -> int:
-        """The number of updates as counted where they are applied, independently of `progress`."""
-
-    def facts(self) -> dict[str, Any]:
-        """What only this mode knows of the run, for summary.json."""
-
-    def histograms(self) -> dict[str, np.ndarray]:
-        """What only this mode counts, for TensorBoard: by name, how often 0, 1, 2, ... occurred.
-
-        Only while no task trains.
-        """
-
-    def finish(self, result: Evaluation | None) -> None:
-        """Ends the training on every task; each logs the headline of `result`. None: the run was stopped."""
-
-    def abandon(self, reason: str) -> None:
-        """Tells the tasks that wait for this one, as far as they can be reached, that it has failed."""
-
-
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that is ready for its first step.
@@ -311,15 +203,26 @@ class PreparedRun:
     sizes: dict[str, int]
 
 
-class LoopBase(abc.ABC):
-    """What the loops do alike; see `Loop`.
+class Loop(abc.ABC):
+    """One task's view of the training.
+
+    Made with ``build(config, cluster, task, source, splits, start, report, strategy)``. `strategy` is that of the
+    synchronous cluster; if it is None, `build` connects to the servers of the cluster.
 
     Attributes:
         mode: the option.
+        leads: whether this task is the leader.
+        earlier_updates: the updates that the optimizer had applied before this run.
+        start: the snapshot that the run continues from, without the variables of the model and of the
+            optimizer; None for a new run.
+        restored_from: a line for the user about what was restored from `start`; empty for nothing.
+        advice: about the model, for the user.
+        new_optimizer: makes an optimizer like that of the run, without its state.
         by_row: the names of the arrays that are read and assigned piece by piece; see `names_by_row`.
     """
 
     mode: str
+    leads: bool
     progress: Progress
 
     def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
@@ -334,15 +237,46 @@ class LoopBase(abc.ABC):
 
     @property
     def epoch_has_ended(self) -> bool:
+        """Whether the data have come to their end, in a run whose epochs end with the data."""
         return False
 
     @property
     def num_unread(self) -> int:
+        """The number of workers whose data that end has left unread."""
         return 0
 
     def begin_epoch(self) -> None:
-        """See `Loop`."""
+        """Begins a new pass over the data, if those end the epochs; while no task trains."""
         assert not self.sharding.ends_with_data
+
+    @abc.abstractmethod
+    def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
+        """Trains until exactly `until_step` updates have been applied, `epoch_has_ended`, or a pause is requested.
+
+        Args:
+            pause_request: called from time to time; a request makes all tasks pause soon, at the same step.
+
+        Returns:
+            What the tasks have requested, even if `until_step` was reached.
+        """
+
+    @abc.abstractmethod
+    def combine(self, request: PauseRequest) -> PauseRequest:
+        """The requests of all tasks that drive the training; all of them must call this, while none trains."""
+
+    @abc.abstractmethod
+    def broadcast(self, packed: bytes) -> bytes:
+        """Returns the bytes that the leader passes; all tasks that drive the training must call this."""
+
+    @abc.abstractmethod
+    def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
+        """Evaluates "test" or "validation", every example exactly once.
+
+        Raises:
+            WorkersAway: a stop is requested, and the evaluation cannot be finished.
+        """
+
+    # The variables, while no task trains.
 
     @abc.abstractmethod
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
@@ -350,23 +284,27 @@ class LoopBase(abc.ABC):
 
     @property
     def optimizer(self) -> keras.Optimizer:
+        """An optimizer of the run; if there are several, all of them have its learning rates."""
         return self._optimizers()[0][0]
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return self._freeze_arrays()()
-
-    def random_states(self) -> dict[str, np.ndarray]:
-        return self.step.random_states(self.progress.global_step)
 
     @abc.abstractmethod
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:
         """Keeps the values of all variables as they are now; the result returns them, once."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The values of all variables by name."""
+        return self._freeze_arrays()()
+
+    def random_states(self) -> dict[str, np.ndarray]:
+        """The states of the model's random generators after the steps so far, by name; see `ModelStep`."""
+        return self.step.random_states(self.progress.global_step)
 
     @abc.abstractmethod
     def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
         """The position of the input, and what the mode saves of its own, by its name in a snapshot."""
 
     def freeze(self) -> Frozen:
+        """The state at `progress.global_step`. Only for the leader."""
         position, own = self._state()
         facts = Facts(
             mode=self.mode,
@@ -386,23 +324,49 @@ class LoopBase(abc.ABC):
         return lambda: Snapshot(step, fetch() | own, facts)
 
     def snapshot(self) -> Snapshot:
+        """The same, fetched at once."""
         return self.freeze()()
 
     def apply(self, change: Change) -> None:
+        """Sets variables and learning rates; all tasks that drive the training must call this."""
         assign(self.named, change.arrays, self.by_row)
         for optimizer, _ in self._optimizers() if change.learning_rates else []:
             set_learning_rates(optimizer, change.learning_rates)
+
+    def finalize(self) -> None:
+        """Sets the final weights of the model, such as the optimizer's moving averages.
+
+        Later snapshots still hold the weights with which a training would continue. All tasks that drive the training
+        must call this.
+        """
+        self._trained = finalize(self.named, self._optimizers())
+
+    # What is told of the run, and its end.
 
     def not_finite(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
         """The error of a loss; `progress` then has the metrics of all steps until then."""
         self.progress = replace(self.progress, metrics=metrics)
         return NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
 
-    def finalize(self) -> None:
-        self._trained = finalize(self.named, self._optimizers())
+    @abc.abstractmethod
+    def updates_applied(self) -> int:
+        """The number of updates as counted where they are applied, independently of `progress`."""
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Facts of the run that only this mode knows, for summary.json."""
 
     def histograms(self) -> dict[str, np.ndarray]:
+        """Counts of this mode for TensorBoard, while no task trains: by name, how often 0, 1, 2, ... occurred."""
         return {}
+
+    @abc.abstractmethod
+    def finish(self, result: Evaluation | None) -> None:
+        """Ends the training on every task; each logs the headline of `result`. None: the run was stopped."""
+
+    @abc.abstractmethod
+    def abandon(self, reason: str) -> None:
+        """Tells the tasks that wait for this one, as far as they can be reached, that it has failed."""
 
 
 def sharding_of(

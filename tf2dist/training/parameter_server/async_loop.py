@@ -24,7 +24,7 @@ from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
-from tf2dist.training.loop import LoopBase, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
+from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
 from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule, prepare
 from tf2dist.training.parameter_server.batches import EVALUATED
@@ -46,7 +46,7 @@ SHUTDOWN_TIMEOUT_SECS = 5.0
 LOOK_SECS = 1.0  # between two looks at the progress of an evaluation
 
 
-class PsLoop(LoopBase):
+class PsLoop(Loop):
     """Runs on the coordinator, made with `build`; see `loop.Loop`."""
 
     _graphs: PsGraphs
@@ -166,14 +166,6 @@ class PsLoop(LoopBase):
 
     def abandon(self, reason: str) -> None:
         send_shutdown(self._cluster, {"failure": reason}, SHUTDOWN_TIMEOUT_SECS)
-
-    @abc.abstractmethod
-    def updates_applied(self) -> int:
-        """See `loop.Loop`."""
-
-    @abc.abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """See `loop.Loop`."""
 
 
 class AsyncLoop(PsLoop):

@@ -21,7 +21,7 @@ from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals import counter_of
 from tf2dist.training.loop import (
-    LoopBase,
+    Loop,
     PauseRequest,
     PauseRequests,
     Progress,
@@ -33,7 +33,7 @@ from tf2dist.training.synchronous.sync_setup import SyncRun, prepare
 from tf2dist.training.synchronous.workers import Workers
 
 
-class SyncLoop(LoopBase):
+class SyncLoop(Loop):
     """The loop on every worker, made with `build`; see `loop.Loop`."""
 
     mode = "sync"
