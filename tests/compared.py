@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tf2dist.comparing.matrix import Contender, contenders_of, runs_of
-from tf2dist.comparing.options import Options, split
-from tf2dist.comparing.results import ContenderResult, results_of
-from tf2dist.comparing.running import RUNS, Outcome
 from tf2dist.config.compose import ConfigSource
 from tf2dist.launch.single_run import check_local
+from tf2dist.tools.comparing.matrix import Contender, contenders_of, runs_of
+from tf2dist.tools.comparing.options import Options, split
+from tf2dist.tools.comparing.results import ContenderResult, results_of
+from tf2dist.tools.comparing.running import RUNS, Outcome
 
 SecsPerExample = Callable[[Contender, int], float]  # from the contender and the seed
 NUM_EXAMPLES = 40_000

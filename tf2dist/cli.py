@@ -11,6 +11,7 @@ from typing import NoReturn
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from tf2dist import __version__
 from tf2dist.config.compose import ERRORS, hydra_message, open_hydra, prepare_overrides
@@ -18,8 +19,9 @@ from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
 from tf2dist.errors import ConfigError, TfDistError
 from tf2dist.launch.single_run import rerun, run_command, start_run
-from tf2dist.launch.sweep import run_sweep
+from tf2dist.launch.sweep import Failed, run_sweep, sweep_job
 from tf2dist.signals import Signals
+from tf2dist.tools.end_of_run import draw_training
 
 SWEEP = "hydra.mode=MULTIRUN"
 
@@ -38,7 +40,7 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
     if args.help:
         show(help_text(shutil.get_terminal_size((120, 24)).columns))
     elif args.experimental_rerun is not None:
-        rerun(args.experimental_rerun, started_at, signals)
+        rerun(args.experimental_rerun, started_at, signals, draw_training)
     else:
         source = source_of(args)
         with open_hydra(source) as hydra:
@@ -80,9 +82,14 @@ def start(hydra: Hydra, args: argparse.Namespace, started_at: float, signals: Si
         composed = hydra.compose_config(name, overrides, RunMode.RUN)
         is_sweep = composed.hydra.mode == RunMode.MULTIRUN  # by a file
     if is_sweep:
-        run_sweep(hydra, name, [*overrides, SWEEP], signals)
+        run_sweep(hydra, name, [*overrides, SWEEP], run_job, signals)
     else:
-        start_run(hydra, name, overrides, composed, started_at, signals)
+        start_run(hydra, name, overrides, composed, started_at, signals, draw_training)
+
+
+def run_job(composed: DictConfig) -> float | Failed | None:
+    """Runs one job of a sweep, which Hydra's launcher may do in another process."""
+    return sweep_job(composed, draw_training)
 
 
 def show(text: str) -> None:

@@ -51,10 +51,10 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
         ComparisonFailed: at least one run failed; all were tried.
         Interrupted: by a signal; the runs that are done are kept, and there is no report.
     """
-    from tf2dist.comparing.comparison import compare
     from tf2dist.config.flags import actions_of, parse, source_of
     from tf2dist.errors import ConfigError
     from tf2dist.launch.console import print_lines
+    from tf2dist.tools.comparing.comparison import compare
 
     args = parse(arguments)
     if args.help:

@@ -10,7 +10,7 @@ Exit code 0 done, 2 the request is wrong, 3 the loss is not finite.
 
 from typing import NoReturn
 
-from tf2dist.finished import shell
+from tf2dist.tools.finished import shell
 
 OPTIONS = ("split", "data", "data.", "step", "plugins")
 
@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> None:
     request = shell.request(arguments, OPTIONS, max_operands=0)
     shell.one_of("split", request.options.get("split", "test"), ("test", "validation", "train"))
     shell.show_status(f"evaluate: loading the model of {request.run_dir}")
-    from tf2dist.finished.evaluating import evaluate  # imports TensorFlow
+    from tf2dist.tools.finished.evaluating import evaluate  # imports TensorFlow
 
     evaluate(request)
 

@@ -15,8 +15,8 @@ classes of your own needs the files in which they are: plugins=[FILE.py].
 import sys
 from typing import NoReturn
 
-from tf2dist.finished import shell
 from tf2dist.launch.console import print_lines
+from tf2dist.tools.finished import shell
 
 OPTIONS = ("format", "step", "plugins")
 
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> None:
         TrainingError: it could not be done.
     """
     request = shell.request(arguments, OPTIONS, max_operands=1)
-    from tf2dist.finished import exporting  # its checks come before TensorFlow, its work after
+    from tf2dist.tools.finished import exporting  # its checks come before TensorFlow, its work after
 
     out = exporting.export(request)
     print_lines(str(out), sys.stdout)

@@ -10,8 +10,8 @@ import sys
 from typing import NoReturn
 
 from tf2dist.errors import ConfigError, InstallationError, first_line
-from tf2dist.finished import shell
 from tf2dist.launch.console import print_lines
+from tf2dist.tools.finished import shell
 
 
 def main() -> NoReturn:
@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> None:
     """
     run_dir = shell.request(arguments, (), max_operands=0).run_dir
     try:
-        from tf2dist.launch.plotting import draw_run
+        from tf2dist.tools.plotting import draw_run
 
         path = draw_run(run_dir)
     except ImportError as error:

@@ -18,7 +18,7 @@ With step=N it takes the weights of that checkpoint. A model or data with code o
 that is: plugins=[FILE.py].
 """
 
-from tf2dist.finished.predict_command import main
+from tf2dist.tools.finished.predict_command import main
 
 # Nothing imports this module: the package has the function `tf2dist.predict` in place of it.
 if __name__ == "__main__":

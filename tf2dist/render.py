@@ -46,11 +46,11 @@ from tf2dist.cluster.spec import ALL_JOBS, Cluster
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import ClusterConfig
-from tf2dist.engines import compose, jobset, kubernetes, ray, slurm, trainjob
-from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError, RequestError, nearest
 from tf2dist.launch.single_run import report
 from tf2dist.signals import reset_inherited
+from tf2dist.tools.engines import compose, jobset, kubernetes, ray, slurm, trainjob
+from tf2dist.tools.engines.request import JobRequest
 
 KUBECTL = ("kubectl", "apply", "--filename", "-")
 OF_PODS = ("gpus", "cpus", "memory", "image", "queue")

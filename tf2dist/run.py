@@ -19,7 +19,6 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.location import check_shard
 from tf2dist.data.splits import Splits
 from tf2dist.errors import CheckpointError, Interrupted, reason_of
-from tf2dist.finished.writing import describe, write_model
 from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.source import Source, plain_model
@@ -29,6 +28,7 @@ from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training import stragglers, timeline
 from tf2dist.training.driver import EpochDriver, Goal
 from tf2dist.training.evaluator import Evaluator, follow
+from tf2dist.training.finished_model import describe, write_model
 from tf2dist.training.hooks import Hooks, NoHooks
 from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
 from tf2dist.training.parameter_server import serving

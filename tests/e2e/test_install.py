@@ -60,7 +60,7 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert completed.stderr.startswith(
         f"tf2dist: error: tf2dist ({source}/tf2dist): is not installed, and has no folder"
     )
-    assert {Path("comparing", name) for name in ("report.css", "report.js")} <= files(site / "tf2dist", "*.*s")
+    assert {Path("tools", "comparing", name) for name in ("report.css", "report.js")} <= files(site / "tf2dist", "*.*s")
     modules = files(REPOSITORY / "tf2dist", "*.py") | {Path("conf/__init__.py")}
     assert files(site / "tf2dist", "*.py") == modules, "a package that pyproject.toml does not name"
 

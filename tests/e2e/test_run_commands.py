@@ -16,7 +16,7 @@ from tests.conftest import Command, Finished, slowness
 from tf2dist import data, evaluate, export
 from tf2dist.config.schema import DataConfig
 from tf2dist.errors import ConfigError, DataError, InstallationError, RequestError
-from tf2dist.finished import predict_command as predict
+from tf2dist.tools.finished import predict_command as predict
 
 # A plugin with a layer of the user's own, tabular data, and a loss without classes.
 PLUGIN = """

@@ -16,8 +16,8 @@ import tensorflow as tf
 import tf2dist
 from tests.conftest import Command, ended, our_processes, start_module, wait_until
 from tf2dist.data.loading import make_impressions
-from tf2dist.finished.opening import data_of
-from tf2dist.finished.shell import Request
+from tf2dist.tools.finished.opening import data_of
+from tf2dist.tools.finished.shell import Request
 
 pytestmark = pytest.mark.timeout(900)  # several runs of some 10 s, each with a limit of its own
 

@@ -18,11 +18,11 @@ from tests.conftest import leave_free
 from tests.replica.test_finished import leave
 from tf2dist.checkpoint.snapshot import in_file
 from tf2dist.errors import CheckpointError, ConfigError
-from tf2dist.finished import names
-from tf2dist.finished.archives import sizes
-from tf2dist.finished.loading import load_in_files
-from tf2dist.finished.writing import MODEL_FILE, write_model
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
+from tf2dist.tools.finished.archives import sizes
+from tf2dist.tools.finished.loading import load_in_files
+from tf2dist.training import finished_model
+from tf2dist.training.finished_model import MODEL_FILE, write_model
 
 ROWS = LARGE_BYTES // 64 + 3
 IDS = np.random.default_rng(0).integers(0, ROWS, [50, 1]).astype(np.int32)
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     model = keras.Sequential([keras.Input([1], dtype="int32"), keras.layers.Embedding(ROWS, 16, name="users")])
     model.compile("adagrad", "mse")
     leave(tmp_path, model, lambda: keras.models.clone_model(model))
-    monkeypatch.setattr(names, "free_memory", lambda: 64 * ROWS)
+    monkeypatch.setattr(finished_model, "free_memory", lambda: 64 * ROWS)
     for step in (None, 7):
         with pytest.raises(ConfigError, match=r"needs 0\.1 GB of memory.*commands predict, evaluate and export read"):
             tf2dist.load_model(tmp_path, step)
@@ -231,10 +231,10 @@ def test_only_large_tables_are_left_out_of_the_memory(tmp_path: Path) -> None:
         return model
 
     model = build()
-    named = {name: copies[0].numpy() for name, copies in names.saved_variables(model).items()}
+    named = {name: copies[0].numpy() for name, copies in finished_model.saved_variables(model).items()}
     slots = {f"optimizer/{name.removeprefix('model/')}/momentums": array for name, array in named.items()}
     table = f"{model.layers[1].name}/embeddings"
-    assert names.names_in_files(model, named | slots) == {f"model/{table}", f"optimizer/{table}/momentums"}
+    assert finished_model.names_in_files(model, named | slots) == {f"model/{table}", f"optimizer/{table}/momentums"}
     keras.saving.save_model(model, tmp_path / "saved", zipped=False)
     in_files, others = sizes(tmp_path / "saved")
     # A file has no names, so that a table of a subclass, and the slots of both, are taken for one in a file.

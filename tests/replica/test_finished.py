@@ -17,10 +17,9 @@ from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError
-from tf2dist.finished import names
-from tf2dist.finished import predict_command as predict
-from tf2dist.finished.names import saved_variables
-from tf2dist.finished.writing import MODEL_FILE, TEMPORARY, describe, write_model
+from tf2dist.tools.finished import predict_command as predict
+from tf2dist.training import finished_model
+from tf2dist.training.finished_model import MODEL_FILE, TEMPORARY, describe, saved_variables, write_model
 
 EXAMPLES = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 
@@ -277,6 +276,6 @@ def test_a_model_that_does_not_fit_into_the_memory(tmp_path: Path, monkeypatch: 
     (tmp_path / "table").rename(tmp_path / MODEL_FILE)
     with pytest.raises(ConfigError, match=needs + "load it on another machine"):
         tf2dist.load_model(tmp_path)
-    monkeypatch.setattr(names, "free_memory", lambda: 1000)
+    monkeypatch.setattr(finished_model, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match=r"needs 0\.0 GB of memory, and this machine has 0\.0 GB free"):
         tf2dist.load_model(tmp_path, 7)

@@ -21,7 +21,6 @@ from tf2dist.config.schema import AlgorithmConfig, RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, FitError
-from tf2dist.finished.writing import describe, write_model
 from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.optimizer_checks import prepare_choice
@@ -30,6 +29,7 @@ from tf2dist.model.source import EpochPlan, build_step
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.tf_internals import groups_of, set_learning_rates
 from tf2dist.training.about import LearningRates
+from tf2dist.training.finished_model import describe, write_model
 
 layers, optimizers = keras.layers, keras.optimizers
 MakeLoop = Callable[..., Any]

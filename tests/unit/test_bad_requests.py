@@ -9,7 +9,7 @@ from tests.unit import test_config
 from tests.unit.bad_requests import IN_A_CLUSTER, IN_TF_CONFIG, OPTIONS
 from tf2dist import cli
 from tf2dist.data import location
-from tf2dist.launch import single_run, sweep
+from tf2dist.launch import single_run
 
 REQUESTS = [
     (["--multirun", "seed=1,2"], IN_A_CLUSTER, "--multirun: a sweep runs on this machine alone; unset TF_CONFIG"),
@@ -40,7 +40,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(location, "_download", lambda *args: pytest.fail("a download for a wrong request"))
     monkeypatch.setattr(single_run, "supervise", lambda *args: pytest.fail("a wrong request is run"))
-    monkeypatch.setattr(sweep, "sweep_job", lambda *args: pytest.fail("a wrong request is run"))
+    monkeypatch.setattr(cli, "sweep_job", lambda *args: pytest.fail("a wrong request is run"))
     return folder
 
 

@@ -17,20 +17,20 @@ from matplotlib.text import Text
 from tests.compared import compared, contenders, usual_secs
 from tests.conftest import PAGES
 from tf2dist import compare
-from tf2dist.comparing.comparison import compare as run_comparison
-from tf2dist.comparing.figures import draw_accuracy, draw_timeline, first_by_size, styles_of
-from tf2dist.comparing.matrix import Contender, ContenderRun, runs_of
-from tf2dist.comparing.options import PARSERS, Until
-from tf2dist.comparing.page import contender_columns, run_columns
-from tf2dist.comparing.report import _figures, report_of
-from tf2dist.comparing.results import ContenderResult, Measurement, Point, set_goal
-from tf2dist.comparing.running import Outcome, earlier_plan, prepare_folder
-from tf2dist.comparing.style import IN_THE_DARK, PAPER, contrast
-from tf2dist.comparing.verdict import verdict_of
 from tf2dist.config.compose import ConfigSource
 from tf2dist.errors import ConfigError, Interrupted
 from tf2dist.palette import MODE_STYLES
 from tf2dist.signals import Signals
+from tf2dist.tools.comparing.comparison import compare as run_comparison
+from tf2dist.tools.comparing.figures import draw_accuracy, draw_timeline, first_by_size, styles_of
+from tf2dist.tools.comparing.matrix import Contender, ContenderRun, runs_of
+from tf2dist.tools.comparing.options import PARSERS, Until
+from tf2dist.tools.comparing.page import contender_columns, run_columns
+from tf2dist.tools.comparing.report import _figures, report_of
+from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, set_goal
+from tf2dist.tools.comparing.running import Outcome, earlier_plan, prepare_folder
+from tf2dist.tools.comparing.style import IN_THE_DARK, PAPER, contrast
+from tf2dist.tools.comparing.verdict import verdict_of
 
 SMALL = ("data=digits", "model=softmax")
 
@@ -364,7 +364,7 @@ def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> N
 
 
 def test_every_text_in_a_picture_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tf2dist.comparing.figures.MAX_PANELS", 1)
+    monkeypatch.setattr("tf2dist.tools.comparing.figures.MAX_PANELS", 1)
     options, results = compared(
         tmp_path, "data=digits", "model=softmax,dnn", "backups=[0,1,2]", "until=0.85", "delays=[0,0.05]",
         secs_per_example=lambda contender, seed: usual_secs(contender, seed) / (1 + len(contender.situation) % 7),
@@ -388,7 +388,7 @@ def test_every_text_in_a_picture_can_be_read(tmp_path: Path, monkeypatch: pytest
 
 def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix with all axes has all pictures; names are quoted for HTML and are no formulas."""
-    monkeypatch.setattr("tf2dist.comparing.figures.MAX_PANELS", 2)  # drawing all sixteen takes seconds
+    monkeypatch.setattr("tf2dist.tools.comparing.figures.MAX_PANELS", 2)  # drawing all sixteen takes seconds
     options, results = compared(
         tmp_path, "data=digits", "model=softmax,dnn", "backups=[0,1]", "until=0.85", "delays=[0,0.05]",
         secs_per_example=usual_secs, failed=("sync-delay0-modelsoftmax-seed1",), data="<b>$x_1$",
@@ -447,8 +447,8 @@ def test_ctrl_c_while_the_report_is_drawn_leaves_no_part_of_it(tmp_path: Path, m
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the signal came too late")
 
-    monkeypatch.setattr("tf2dist.comparing.comparison.run_all", ran)
-    monkeypatch.setattr("tf2dist.comparing.style.as_png", interrupted)
+    monkeypatch.setattr("tf2dist.tools.comparing.comparison.run_all", ran)
+    monkeypatch.setattr("tf2dist.tools.comparing.style.as_png", interrupted)
     with Signals() as signals, pytest.raises(Interrupted, match=r"compare_dir=.*all goes on") as stopped:
         run_comparison(arguments, arguments, ConfigSource(), signals)
     assert stopped.value.exit_code == 130

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.compared import contenders
-from tf2dist.comparing.matrix import runs_of
-from tf2dist.comparing.running import ComparisonProgress
 from tf2dist.launch.console import Console
+from tf2dist.tools.comparing.matrix import runs_of
+from tf2dist.tools.comparing.running import ComparisonProgress
 
 SMALL = ("data=digits", "model=softmax")
 
@@ -41,7 +41,7 @@ class Clock:
 
 def test_each_run_shows_its_progress_and_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("tf2dist.comparing.running.time", clock)
+    monkeypatch.setattr("tf2dist.tools.comparing.running.time", clock)
     console, file = Shown(), tmp_path / "metrics.jsonl"
     options, found = contenders(*SMALL, "modes=[sync,async]", "delays=[0]", "until=0.9", "train.epochs=100")
     runs = list(runs_of(found, 2))
@@ -86,7 +86,7 @@ def test_the_time_left_of_the_first_run(
 ) -> None:
     """There are two runs, and the other one is taken to last as long."""
     clock = Clock()
-    monkeypatch.setattr("tf2dist.comparing.running.time", clock)
+    monkeypatch.setattr("tf2dist.tools.comparing.running.time", clock)
     options, found = contenders(*SMALL, "modes=[sync,async]", "delays=[0]", f"until={until}")
     console, runs = Shown(), list(runs_of(found, 1))
     progress = ComparisonProgress(console, runs, [], options.until)

@@ -11,10 +11,10 @@ from hydra._internal.utils import get_args_parser
 
 from tests.conftest import BLOCKS, PAGES, REPOSITORY
 from tf2dist import doctor, render
-from tf2dist.comparing.options import PARSERS
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
 from tf2dist.config.schema import OPTIONS
 from tf2dist.data.location import DEFAULT_EPOCHS
+from tf2dist.tools.comparing.options import PARSERS
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]

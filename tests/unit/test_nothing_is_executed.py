@@ -121,8 +121,8 @@ PACKAGE = REPOSITORY / "tf2dist"
 @pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_code_itself_unpickles_and_evaluates_nothing(module: Path) -> None:
     """`registry` runs plugins, which are code, `testing` sends functions to processes of the same test, and
-    `functions`, `pickling` and `shipping` send those of a call of `fit` to its tasks. The modules of `finished` load
-    models in Keras' safe mode, also for `prediction`."""
+    `functions`, `pickling` and `shipping` send those of a call of `fit` to its tasks. The modules of `tools/finished`
+    load models in Keras' safe mode, also for `prediction`."""
     imported: set[str] = set()
     called: set[str] = set()
     for node in ast.walk(ast.parse(module.read_text())):

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from tf2dist.finished.pictures import confusion_figure, draw_confusion, predictions_figure, regression_figure
 from tf2dist.palette import BLUE, VERMILLION
+from tf2dist.tools.finished.pictures import confusion_figure, draw_confusion, predictions_figure, regression_figure
 
 
 def texts(figure: Figure) -> list[str]:

@@ -20,9 +20,9 @@ from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.launch.console import Console
-from tf2dist.launch.plotting import SeriesByName, draw_run, metrics_of, rows_of, series_of, training_figure
-from tf2dist.launch.single_run import draw_training
 from tf2dist.palette import SPLIT_STYLES
+from tf2dist.tools.end_of_run import draw_training
+from tf2dist.tools.plotting import SeriesByName, draw_run, metrics_of, rows_of, series_of, training_figure
 
 
 def row(step: int, secs: float, /, task: str = "chief-0", **values: Any) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def test_the_title_has_the_name_and_the_result(
         above.extend([title, line])
         return training_figure(series, title, line, staleness)
 
-    monkeypatch.setattr("tf2dist.launch.plotting.training_figure", note)
+    monkeypatch.setattr("tf2dist.tools.plotting.training_figure", note)
     write_run(tmp_path, rows_of_mode("sync"), summary)
     monkeypatch.chdir(tmp_path)
     assert draw_run(Path())
@@ -301,7 +301,7 @@ def test_the_look_of_a_program_that_calls_fit_is_its_own(tmp_path: Path) -> None
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine the user is told of the drawing."""
-    monkeypatch.setattr("tf2dist.launch.single_run.SILENT_SECS", 60.0)
+    monkeypatch.setattr("tf2dist.tools.end_of_run.SILENT_SECS", 60.0)
 
 
 def draw_at_end(run_dir: Path, place: Place = LOCAL, **options: Any) -> None:
@@ -345,7 +345,7 @@ import sys
 from tf2dist.cluster.sources import find_place
 from tf2dist.config.schema import RunConfig
 from tf2dist.launch.console import Console
-from tf2dist.launch.single_run import draw_training
+from tf2dist.tools.end_of_run import draw_training
 
 assert "matplotlib" not in sys.modules, "importing it would delay the start of every run"
 config = RunConfig(run_dir=sys.argv[1])

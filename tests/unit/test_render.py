@@ -28,9 +28,9 @@ from tf2dist.cluster.spec import Cluster
 from tf2dist.cluster.tf_config import text_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import ClusterConfig, RunConfig
-from tf2dist.engines import pods
-from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError
+from tf2dist.tools.engines import pods
+from tf2dist.tools.engines.request import JobRequest
 
 RENDERED = Path(__file__).parent / "rendered"
 ASYNC = ("mode=async", "cluster.num_workers=3", "cluster.num_ps=2", "train.steps=1000")
@@ -331,7 +331,7 @@ def options_of(text: str) -> list[str]:
 
 
 def test_every_worker_of_ray_finds_its_place() -> None:
-    ray_train = pytest.importorskip("tf2dist.engines.ray_train", reason="ray is not installed")
+    ray_train = pytest.importorskip("tf2dist.tools.engines.ray_gang", reason="ray is not installed")
     options = options_of((RENDERED / "ray_job.py").read_text())
     # Of those on one node, a port must be neither the port of another task nor its control port.
     offers = [("10.0.0.1", [20000, 21000, 22500, 30000])] * 3 + [(host, [20000]) for host in ("10.0.0.2", "fd00::3")]
@@ -349,7 +349,7 @@ def test_every_worker_of_ray_finds_its_place() -> None:
 
 
 def test_a_task_of_ray_gets_free_ports_that_ray_does_not_use_itself() -> None:
-    ray_train = pytest.importorskip("tf2dist.engines.ray_train", reason="ray is not installed")
+    ray_train = pytest.importorskip("tf2dist.tools.engines.ray_gang", reason="ray is not installed")
     _, ports = ray_train.offer_ports(1000)
     assert len(set(ports)) == 64
     assert min(ports) >= 20000 or linux.ephemeral_ports()[0] < 22000

@@ -1,1 +1,1 @@
-"""Requests to engines, which run the machines of others: one file for each engine makes the text of its request."""
+"""The module that scripts for Ray import, under the name that rendered scripts have."""

@@ -33,13 +33,14 @@ from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.request import Model, batches_of_a_step, check_share, name_of, set_model_options
 from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console, result_lines
-from tf2dist.launch.single_run import check_place, check_size, draw_training, run_in_folder
+from tf2dist.launch.single_run import check_place, check_size, run_in_folder
 from tf2dist.linux import process_wide
 from tf2dist.messages import metrics_text
 from tf2dist.model.own_step import has_own_step
 from tf2dist.model.source import EpochPlan, copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import StopRequests
+from tf2dist.tools.end_of_run import draw_training
 from tf2dist.training.loop import sharding_of
 
 

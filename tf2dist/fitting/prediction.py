@@ -22,7 +22,6 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError, TaskFailure, kind_of, reason_of, users_place
 from tf2dist.files import write_whole
-from tf2dist.finished.loading import load_in_files
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
 from tf2dist.fitting.fit import with_value_errors
@@ -34,6 +33,7 @@ from tf2dist.launch.console import rate_text
 from tf2dist.launch.run_dir import locked, make_run_dir
 from tf2dist.process.tables_in_files import Tables
 from tf2dist.registry import ARRAYS_OF_FIT
+from tf2dist.tools.finished.loading import load_in_files
 
 SAMPLE = 1024  # examples by which other data are noticed; reading gigabytes would delay every start
 OPTIONS = re.compile(

@@ -7,14 +7,11 @@ line and for `fit`.
 
 import contextlib
 import json
-import logging
 import os
 import resource
-import shlex
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -36,7 +33,7 @@ from tf2dist.config.load import to_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.tree import as_written
 from tf2dist.data import location
-from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, first_line, printable
+from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
 from tf2dist.files import is_path, settle_home
 from tf2dist.hosts.identity import job_key
 from tf2dist.launch.console import DRAIN_SECS, Console, Unblocked, prepare_streams, print_lines, result_lines
@@ -49,7 +46,6 @@ from tf2dist.signals import Signals, StopRequests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
 MIN_OPEN_FILES = 64  # with three tasks 30 are enough, and below that they end in many ways
-SILENT_SECS = 3.0  # of drawing, after which a line says so; usually it takes one
 
 
 def run_in_folder(
@@ -149,42 +145,10 @@ def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Consol
         check_own_address(cluster, task)
 
 
-def draw_training(config: RunConfig, place: Place, console: Console) -> None:
-    """Draws training.png from what a run has left, whether it is done or not; if that fails, warns and goes on."""
-    if not (config.figure and place.leads and config.run_dir and Path(config.run_dir, "metrics.jsonl").exists()):
-        return
-    note = threading.Timer(SILENT_SECS, console.note, ["drawing training.png"])
-    with contextlib.suppress(RuntimeError):  # no thread can be started
-        note.start()
-    try:
-        with quiet_matplotlib():
-            from tf2dist.launch import plotting  # importing matplotlib takes longer than all that a run imports before
-
-            plotting.draw_run(Path(config.run_dir))
-    except Exception as error:  # a damaged installation of matplotlib may raise anything
-        again = shlex.join(["python", "-m", "tf2dist.plot", config.run_dir])
-        reason = getattr(error, "strerror", None) or first_line(str(error)) or type(error).__name__
-        console.warn(f"training.png could not be drawn ({reason}); {again} draws it")
-    finally:
-        note.cancel()
-
-
-@contextlib.contextmanager
-def quiet_matplotlib() -> Iterator[None]:
-    """Keeps from the user that a font lacks a character, or that matplotlib has no folder for its cache."""
-    logger = logging.getLogger("matplotlib")
-    with without_warnings():
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
-
 MAX_LINE_CHARS = 300
 
 Run = Callable[[list[str], float, Signals], None]
+Draw = Callable[[RunConfig, Place, Console], None]  # training.png, at the end of a run
 
 
 def run_command(run: Run, argv: list[str] | None = None) -> NoReturn:
@@ -236,7 +200,7 @@ def brief(text: str) -> str:
 
 
 def start_run(
-    hydra: Hydra, name: str, overrides: list[str], composed: DictConfig, started_at: float, signals: Signals
+    hydra: Hydra, name: str, overrides: list[str], composed: DictConfig, started_at: float, signals: Signals, draw: Draw
 ) -> None:
     """Checks what Hydra has composed, and runs it once; exits with the code of a run that has failed.
 
@@ -262,7 +226,7 @@ def start_run(
 
     def task(_: DictConfig) -> int:
         begun.append(True)
-        return train(config, place, console, started_at, signals)[1]
+        return train(config, place, console, started_at, signals, draw)[1]
 
     try:
         code = hydra.run(name, task, overrides).return_value
@@ -298,7 +262,7 @@ def run_dir_of(composed: DictConfig, config: RunConfig) -> str | None:
     return hydra_dir
 
 
-def rerun(pickled: str, started_at: float, signals: Signals) -> None:
+def rerun(pickled: str, started_at: float, signals: Signals, draw: Draw) -> None:
     """Runs what Hydra's callback `PickleJobInfoCallback` has saved of a run, in the same directory."""
     with without_warnings(category=UserWarning):  # that other arguments are ignored
         try:
@@ -312,7 +276,7 @@ def rerun(pickled: str, started_at: float, signals: Signals) -> None:
     config.run_dir = run_dir
     console = Console()
     prepare(config, place, console)
-    if code := train(config, place, console, started_at, signals)[1]:
+    if code := train(config, place, console, started_at, signals, draw)[1]:
         sys.exit(code)
 
 
@@ -366,7 +330,7 @@ def prepare(config: RunConfig, place: Place, console: Console) -> None:
 
 
 def train(
-    config: RunConfig, place: Place, console: Console, started_at: float, signals: Signals
+    config: RunConfig, place: Place, console: Console, started_at: float, signals: Signals, draw: Draw
 ) -> tuple[dict[str, Any], int]:
     """Runs, tells an error, and draws the picture after all that the user waits for; returns summary and exit code."""
     summary: dict[str, Any] = {}
@@ -380,7 +344,7 @@ def train(
         if isinstance(error, RequestError):  # nothing was trained
             return summary, code
     with contextlib.suppress(KeyboardInterrupt):
-        draw_training(config, place, console)
+        draw(config, place, console)
     return summary, code
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tf2dist.files import expand, is_path
 from tf2dist.launch.console import Console
 from tf2dist.launch.jobs import finished_summary
 from tf2dist.launch.run_dir import locked
-from tf2dist.launch.single_run import check_local, checked, prepare, report, train
+from tf2dist.launch.single_run import Draw, check_local, checked, prepare, report, train
 from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
 from tf2dist.signals import Signals
 
@@ -45,8 +45,14 @@ class JobsFailed(TfDistError):
         self.exit_code = failed[0].exit_code or 1
 
 
-def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -> None:
+RunJob = Callable[[DictConfig], float | Failed | None]
+
+
+def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, signals: Signals) -> None:
     """Runs all jobs of a sweep by Hydra's launcher; `SweepReport` tells their results.
+
+    Args:
+        run_job: `sweep_job` with what it needs, under a name by which another process can import it.
 
     Raises:
         RequestError: the command line is wrong; nothing has been made or run.
@@ -62,7 +68,7 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -
     overrides = [*overrides, f"{OPTION}={in_quotes(str(folder))}"]
     composed = hydra.compose_config(name, overrides, RunMode.MULTIRUN)
     with sweep_dir(folder, jobs):
-        number = launch(hydra, name, composed, overrides, folder, signals)
+        number = launch(hydra, name, composed, overrides, folder, run_job, signals)
     if number:
         raise Interrupted(number, f"; the same command with {OPTION}={folder} goes on")
     rows = read_rows(folder)
@@ -71,7 +77,13 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], signals: Signals) -
 
 
 def launch(
-    hydra: Hydra, name: str, composed: DictConfig, overrides: list[str], folder: Path, signals: Signals
+    hydra: Hydra,
+    name: str,
+    composed: DictConfig,
+    overrides: list[str],
+    folder: Path,
+    run_job: RunJob,
+    signals: Signals,
 ) -> int | None:
     """Runs the jobs until the last one ends, or until a signal ends those that run; returns that signal.
 
@@ -83,7 +95,7 @@ def launch(
     number = None
     try:
         with passing_on:
-            hydra.multirun(name, sweep_job, overrides)
+            hydra.multirun(name, run_job, overrides)
         return next(iter(signals.received), None)
     except TfDistError:
         raise
@@ -172,7 +184,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 _stopped_by: list[int] = []  # the signal that has stopped a job of this process, which then begins no other
 
 
-def sweep_job(composed: DictConfig) -> float | Failed | None:
+def sweep_job(composed: DictConfig, draw: Draw) -> float | Failed | None:
     """Runs one job of a sweep, in this process or in one of a launcher; returns its validation accuracy, if it has one.
 
     A job that is done already returns at once.
@@ -190,7 +202,7 @@ def sweep_job(composed: DictConfig) -> float | Failed | None:
             check_same(run_dir, config, f"{OPTION} ({run_dir.parent}): {run_dir.name} in it", True)
             summary, code = finished_summary(run_dir) or {}, 0
             if not summary:
-                summary, code = train(config, place, console, started_at, signals)
+                summary, code = train(config, place, console, started_at, signals, draw)
         except KeyboardInterrupt:
             code = report(Interrupted(signals.received[0]))
         except RequestError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tf2dist.errors import ConfigError, InstallationError, TrainingError, reason_of
-from tf2dist.finished.shell import Request, one_of, show_status
+from tf2dist.tools.finished.shell import Request, one_of, show_status
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def export(request: Request) -> Path:
     check_free(out)
 
     show_status(f"export: loading the model of {request.run_dir}")
-    from tf2dist.finished.opening import model_of  # imports TensorFlow
+    from tf2dist.tools.finished.opening import model_of  # imports TensorFlow
 
     model = model_of(request)
     try:

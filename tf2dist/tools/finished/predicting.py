@@ -9,12 +9,12 @@ import numpy as np
 
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, reason_of
-from tf2dist.finished import pictures
-from tf2dist.finished.classes import Classifier, class_numbers, confusion, confusion_text
-from tf2dist.finished.inputs import read
-from tf2dist.finished.opening import data_of, model_of, split_of
-from tf2dist.finished.shell import Request
 from tf2dist.launch.console import print_lines
+from tf2dist.tools.finished import pictures
+from tf2dist.tools.finished.classes import Classifier, class_numbers, confusion, confusion_text
+from tf2dist.tools.finished.inputs import read
+from tf2dist.tools.finished.opening import data_of, model_of, split_of
+from tf2dist.tools.finished.shell import Request
 
 BATCH_SIZE = 256
 MOST_CLASSES = 30  # with more the printed matrix is too wide for a terminal

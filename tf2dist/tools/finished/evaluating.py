@@ -8,9 +8,9 @@ import numpy as np
 
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, NotFiniteError, reason_of
-from tf2dist.finished.opening import data_of, model_of, split_of
-from tf2dist.finished.shell import Request
 from tf2dist.launch.console import print_lines
+from tf2dist.tools.finished.opening import data_of, model_of, split_of
+from tf2dist.tools.finished.shell import Request
 
 BATCH_SIZE = 256
 

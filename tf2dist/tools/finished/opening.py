@@ -16,9 +16,9 @@ from tf2dist.data.loading import load as load_data
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read
-from tf2dist.finished.loading import UnknownCode, load_in_files
-from tf2dist.finished.shell import Request, warn
 from tf2dist.process.tables_in_files import Tables
+from tf2dist.tools.finished.loading import UnknownCode, load_in_files
+from tf2dist.tools.finished.shell import Request, warn
 
 
 def config_of(request: Request) -> RunConfig:

@@ -1,7 +1,7 @@
 """A TrainJob of Kubeflow Trainer 2 for mode=sync, with the runtime for TensorFlow that the Trainer does not bring."""
 
-from tf2dist.engines import pods
-from tf2dist.engines.request import JobRequest, check_mode
+from tf2dist.tools.engines import pods
+from tf2dist.tools.engines.request import JobRequest, check_mode
 
 API = "trainer.kubeflow.org"
 NODE = "node"  # what the Trainer calls the child Job and its container, to which it gives the size and the command

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from tf2dist.comparing.options import Options, backups_of
 from tf2dist.config.compose import ConfigSource
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.config.sweeps import MAX_JOBS, expanded
 from tf2dist.data.location import DEFAULT_EPOCHS, NUM_TRAIN
 from tf2dist.errors import ConfigError, RequestError
+from tf2dist.tools.comparing.options import Options, backups_of
 
 # Options that only some modes take: a contender of another mode runs without them.
 MODE_OPTIONS = (

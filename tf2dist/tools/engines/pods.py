@@ -7,7 +7,7 @@ import yaml
 
 from tf2dist.cluster import ranks
 from tf2dist.config.schema import RunConfig
-from tf2dist.engines.request import FAILED_FOR_GOOD, LOST, STOPPED, JobRequest
+from tf2dist.tools.engines.request import FAILED_FOR_GOOD, LOST, STOPPED, JobRequest
 
 Manifest = dict[str, Any]
 TOKEN_DIR = "/etc/tf2dist"

@@ -4,11 +4,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tf2dist.comparing.matrix import Contender, contenders_of, runs_of, with_data
-from tf2dist.comparing.options import Options, split
-from tf2dist.comparing.report import REPORT, report_of
-from tf2dist.comparing.results import results_of
-from tf2dist.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
 from tf2dist.config.compose import ConfigSource
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
@@ -17,6 +12,11 @@ from tf2dist.launch.console import Console, print_lines
 from tf2dist.launch.run_dir import locked
 from tf2dist.launch.single_run import check_local
 from tf2dist.signals import Signals
+from tf2dist.tools.comparing.matrix import Contender, contenders_of, runs_of, with_data
+from tf2dist.tools.comparing.options import Options, split
+from tf2dist.tools.comparing.report import REPORT, report_of
+from tf2dist.tools.comparing.results import results_of
+from tf2dist.tools.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
 
 MAX_NAMED = 4
 

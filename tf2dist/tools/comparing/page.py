@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from tf2dist.comparing.results import ContenderResult, Measurement, Spread
-from tf2dist.comparing.running import Outcome
-from tf2dist.comparing.verdict import Claim, Verdict, count_text, rate_text, secs_text
+from tf2dist.tools.comparing.results import ContenderResult, Measurement, Spread
+from tf2dist.tools.comparing.running import Outcome
+from tf2dist.tools.comparing.verdict import Claim, Verdict, count_text, rate_text, secs_text
 
 STATES = {"seen": "seen", "not seen": "unseen", "unclear": "unclear"}  # classes of the style sheet
 Row = tuple[ContenderResult, Outcome]

@@ -11,10 +11,10 @@ from statistics import mean, median
 from typing import Any
 
 from tf2dist import files
-from tf2dist.comparing.matrix import Contender, ContenderRun
-from tf2dist.comparing.options import Until
-from tf2dist.comparing.running import RUNS, Outcome
 from tf2dist.launch.jobs import finished_summary
+from tf2dist.tools.comparing.matrix import Contender, ContenderRun
+from tf2dist.tools.comparing.options import Until
+from tf2dist.tools.comparing.running import RUNS, Outcome
 
 WARM_UP = 0.25  # the part of the training, in steps, that is not counted for the rate
 MIN_STEPS = 5  # of a worker, for its time line

@@ -13,8 +13,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from tf2dist.errors import ConfigError
 from tf2dist.files import write_whole
 from tf2dist.launch.console import number_of
-from tf2dist.launch.plotting import GREY, as_png, own_look, set_head, set_style
 from tf2dist.palette import BLACK, BLUE, SPLIT_STYLES, VERMILLION
+from tf2dist.tools.plotting import GREY, as_png, own_look, set_head, set_style
 
 if TYPE_CHECKING:
     from tf2dist.data.splits import Truth  # imports Keras

@@ -15,14 +15,21 @@ from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
-from tf2dist.finished.archives import sizes as sizes_of
-from tf2dist.finished.archives import unpack
-from tf2dist.finished.names import MODEL, OPTIMIZER, fill, lack_of_memory, may_be_in_file
-from tf2dist.finished.writing import DESCRIPTION, MODEL_FILE
 from tf2dist.linux import without_warnings
 from tf2dist.model.saved import ROLES, config_in, lambdas_in, without_optimizer
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
 from tf2dist.tf_internals import error_texts
+from tf2dist.tools.finished.archives import sizes as sizes_of
+from tf2dist.tools.finished.archives import unpack
+from tf2dist.training.finished_model import (
+    DESCRIPTION,
+    MODEL,
+    MODEL_FILE,
+    OPTIMIZER,
+    fill,
+    lack_of_memory,
+    may_be_in_file,
+)
 
 MAX_STEPS = 10  # in a message
 

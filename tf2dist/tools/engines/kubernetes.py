@@ -1,7 +1,7 @@
 """An Indexed Job of Kubernetes for mode=sync: one pod for each worker, whose index is its rank."""
 
-from tf2dist.engines import pods
-from tf2dist.engines.request import JobRequest, check_mode
+from tf2dist.tools.engines import pods
+from tf2dist.tools.engines.request import JobRequest, check_mode
 
 
 def render(request: JobRequest) -> str:

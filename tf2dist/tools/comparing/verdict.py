@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tf2dist.comparing.options import Until
-from tf2dist.comparing.results import ContenderResult, Spread
 from tf2dist.errors import NotFiniteError
+from tf2dist.tools.comparing.options import Until
+from tf2dist.tools.comparing.results import ContenderResult, Spread
 
 CLEAR_RATIO = 1.02  # a smaller ratio is no difference
 KEPT_RATE = 0.9  # a rate that is at least so much of another has been kept

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from tf2dist.engines.request import JobRequest
 from tf2dist.errors import ConfigError
+from tf2dist.tools.engines.request import JobRequest
 
 FILE = "job.py"
 

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from tf2dist.finished import shell
+from tf2dist.tools.finished import shell
 
 OPTIONS = ("data", "data.", "step", "plugins")
 
@@ -20,6 +20,6 @@ def run(arguments: list[str]) -> None:
     """
     request = shell.request(arguments, OPTIONS)
     shell.show_status(f"predict: loading the model of {request.run_dir}")
-    from tf2dist.finished.predicting import print_predictions  # imports TensorFlow
+    from tf2dist.tools.finished.predicting import print_predictions  # imports TensorFlow
 
     print_predictions(request)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from tf2dist.engines import pods
-from tf2dist.engines.request import JobRequest, check_mode
+from tf2dist.tools.engines import pods
+from tf2dist.tools.engines.request import JobRequest, check_mode
 
 # Counts the child Jobs in the order of their kinds below, which is that of the ranks.
 GLOBAL_INDEX = "metadata.labels['jobset.sigs.k8s.io/job-global-index']"

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist import files
-from tf2dist.comparing.matrix import ContenderRun
-from tf2dist.comparing.options import Until
 from tf2dist.config.compose import in_quotes
 from tf2dist.errors import ConfigError, first_line
 from tf2dist.launch.console import Console, clock_text
 from tf2dist.launch.jobs import finished_summary, run_job
+from tf2dist.tools.comparing.matrix import ContenderRun
+from tf2dist.tools.comparing.options import Until
 
 OPTION = "compare_dir"
 PLAN = "plan.json"

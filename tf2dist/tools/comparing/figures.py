@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
-from tf2dist.comparing.options import Until
-from tf2dist.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
-from tf2dist.comparing.style import INK, PALE, PAPER, ink_on, new_figure, set_legend, set_title, variant
 from tf2dist.palette import Style
+from tf2dist.tools.comparing.options import Until
+from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
+from tf2dist.tools.comparing.style import INK, PALE, PAPER, ink_on, new_figure, set_legend, set_title, variant
 
 MAX_PANELS = 12
 BELOW_GOAL = 0.3  # how much of the accuracy below the goal is shown

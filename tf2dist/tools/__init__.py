@@ -1,0 +1,1 @@
+"""Tools beside the training: comparisons, requests to engines, finished models, pictures."""

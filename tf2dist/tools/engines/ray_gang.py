@@ -1,0 +1,195 @@
+"""A run as a job of Ray Train, which finds the places, starts all tasks together, and starts them again after a loss.
+
+The script that `python -m tf2dist.render ray` prints calls `train`, in the driver. The methods of `GangBackend` run in
+Ray Train's controller. All other functions run in its workers, one of which is made for each task.
+"""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray.train
+from ray.train.backend import Backend
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tf2dist import linux
+from tf2dist.cluster.ranks import distinct_addresses, place_of_rank
+from tf2dist.cluster.tf_config import text_of
+from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.errors import TaskLostError, TfDistError
+from tf2dist.launch.single_run import report
+from tf2dist.linux import SECRETS
+from tf2dist.signals import Signals
+from tf2dist.tf_constants import LEGACY_KERAS
+from tf2dist.tools.engines.request import FAILED_FOR_GOOD
+
+POLL_SECS = 1.0
+FIRST_PORT = 20_000  # Ray's own processes listen at the ports from 10002 to 19999
+NUM_OFFERED = 64  # ports of each task, of which other tasks on its node may take some
+# Ray sets the number of threads to that of the worker's CPUs, and TensorFlow then uses so many in each of its pools.
+UNSET = ("OMP_NUM_THREADS", LEGACY_KERAS, *SECRETS)
+# The command of a task, which the kernel kills with its worker.
+RUN = (
+    "import sys; from tf2dist import linux; linux.die_with_parent(int(sys.argv.pop(1)))\n"
+    "from tf2dist.__main__ import main; main()"
+)
+
+
+class Ending:
+    """The exit code with which the whole job ends, once a task or the driver knows it."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+
+    def give(self, code: int) -> None:
+        self._code = self._code or code
+
+    def get(self) -> int | None:
+        return self._code
+
+
+@dataclass(kw_only=True)
+class Gang(ray.train.BackendConfig):
+    """What must be known of the options."""
+
+    mode: str
+    num_ps: int = 0
+    control_port_shift: int
+    stop_secs: float  # how long a task may take from SIGTERM to its end
+
+    @property
+    def backend_cls(self) -> "type[GangBackend]":
+        return GangBackend
+
+
+class GangBackend(Backend):
+    """What Ray Train calls for each new group of workers, whose order is that of the ranks."""
+
+    def on_start(self, worker_group: Any, gang: Gang) -> None:
+        """Gives every worker its place, and all of them a new token."""
+        shift = gang.control_port_shift
+        addresses = distinct_addresses(worker_group.execute(offer_ports, shift), shift)
+        token = secrets.token_hex(32)
+        ranks = range(len(addresses))
+        ray.get([worker_group.execute_single_async(rank, take_place, gang, addresses, rank, token) for rank in ranks])
+
+    def on_shutdown(self, worker_group: Any, gang: Gang) -> None:
+        """Stops the tasks that are left when others are lost, so that they can save; afterwards Ray kills them."""
+        for stopped in worker_group.execute_async(stop_command, gang.stop_secs):
+            with contextlib.suppress(ray.exceptions.RayError):  # this one is lost
+                ray.get(stopped, timeout=gang.stop_secs)
+
+
+def offer_ports(control_port_shift: int) -> tuple[str, list[int]]:
+    """The address of this node, and free ports."""
+    free = (port for port in linux.unused_ports(4 * NUM_OFFERED) if linux.is_free(port + control_port_shift))
+    # Stable, so that the order remains random. There may be none so high.
+    return ray.util.get_node_ip_address(), sorted(free, key=lambda port: port < FIRST_PORT)[:NUM_OFFERED]
+
+
+place: list[str] = []  # of this worker, as options of the command
+
+
+def take_place(gang: Gang, addresses: Sequence[str], rank: int, token: str) -> None:
+    """Keeps the place for `run_command`, and puts it into the environment of this worker for `tf2dist.fit`."""
+    place[:] = options_of_rank(addresses, rank)
+    for name in UNSET:
+        os.environ.pop(name, None)
+    # Without --gpus Ray leaves all GPUs of the node visible, also those that it has given to others.
+    if not ray.get_gpu_ids():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    config = RunConfig(mode=gang.mode, cluster=ClusterConfig(num_ps=gang.num_ps))
+    os.environ["TF_CONFIG"] = text_of(place_of_rank(config, addresses, rank, ("ScalingConfig.num_workers", "rank")))
+    os.environ[SECRETS[0]] = token
+
+
+def options_of_rank(addresses: Sequence[str], rank: int) -> list[str]:
+    quoted = ",".join(f"'{address}'" for address in addresses)
+    return ["cluster=ranks", f"cluster.addresses=[{quoted}]", f"cluster.rank={rank}"]
+
+
+commands: "list[subprocess.Popen[bytes]]" = []  # of this worker; one at most
+is_stopping = threading.Event()
+
+
+def run_command(options: Sequence[str]) -> None:
+    """Runs ``python -m tf2dist`` in this worker's place. Raises TfDistError with its exit code, unless that is 0."""
+    arguments = [sys.executable, "-P", "-c", RUN, str(os.getpid()), *options, *place]
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    # In a session of its own it gets no signal that is for Ray's processes.
+    commands.append(subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
+    if code := commands[0].wait():
+        error = TfDistError(f"the command of tf2dist has ended with exit code {code}")
+        error.exit_code = code if code > 0 else 128 - code
+        raise error
+
+
+def stop_command(secs: float) -> None:
+    """Stops the command in order, and waits for its end."""
+    for command in commands:
+        if not is_stopping.is_set():  # a second SIGTERM would end it at once
+            is_stopping.set()
+            command.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(secs)
+
+
+def run_loop(loop: Callable[[], Any], ending: Any, stop_secs: float) -> None:
+    """Runs the loop of one task. Ray Train starts all again if it raises an error."""
+    if ray.get(ending.get.remote()) is not None:
+        return
+    threading.Thread(target=_stop_at_ending, args=(ending, stop_secs), daemon=True).start()
+    try:
+        loop()
+    except TfDistError as error:
+        if error.exit_code in FAILED_FOR_GOOD:
+            ray.get(ending.give.remote(error.exit_code))
+        if not is_stopping.is_set() and ray.get(ending.get.remote()) is None:
+            raise
+
+
+def _stop_at_ending(ending: Any, stop_secs: float) -> None:
+    while ray.get(ending.get.remote()) is None:
+        time.sleep(POLL_SECS)
+    stop_command(stop_secs)
+
+
+def train(loop: Callable[[], Any], gang: Gang, scaling_config: Any, failure_config: Any) -> int:
+    """Trains with a worker for each task; returns the exit code. A signal stops all tasks in order."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    ending, stop_secs = ray.remote(Ending).options(num_cpus=0, scheduling_strategy=here).remote(), gang.stop_secs
+    trainer = DataParallelTrainer(
+        lambda: run_loop(loop, ending, stop_secs),
+        backend_config=gang,
+        scaling_config=scaling_config,
+        run_config=ray.train.RunConfig(failure_config=failure_config),
+    )
+    errors: list[Exception] = []
+    # In the main thread Ray Train would kill the tasks at Ctrl-C. This one is left behind if they do not stop in time.
+    thread = threading.Thread(target=_fit, args=(trainer, errors), daemon=True)
+    with Signals() as signals, signals.deferred() as received:
+        thread.start()
+        while thread.is_alive() and not received:
+            thread.join(POLL_SECS)
+        if received:
+            ending.give.remote(128 + received[0])
+        deadline = time.monotonic() + stop_secs
+        while thread.is_alive() and len(received) < 2 and time.monotonic() < deadline:
+            thread.join(POLL_SECS)
+    code: int | None = ray.get(ending.get.remote())
+    return report(TaskLostError(str(errors[0]))) if code is None and errors else code or 0
+
+
+def _fit(trainer: Any, errors: list[Exception]) -> None:
+    try:
+        trainer.fit()
+    except Exception as error:
+        errors.append(error)
