@@ -19,7 +19,8 @@ from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
 from tf2dist.errors import ConfigError, TfDistError
 from tf2dist.launch.single_run import rerun, run_command, start_run
-from tf2dist.launch.sweep import Failed, run_sweep, sweep_job
+from tf2dist.launch.sweep import run_sweep, sweep_job
+from tf2dist.launch.sweep_report import Failed
 from tf2dist.signals import Signals
 from tf2dist.tools.end_of_run import draw_training
 
