@@ -130,7 +130,7 @@ def upward(package: Path) -> list[str]:
         if importer == "" and (importer, target) not in at_import:
             continue
         knows_tools = room(importer) in CORE_DOORS and room(target) == "tools"
-        if (floor(importer) < floor(target) or knows_tools):
+        if floor(importer) < floor(target) or knows_tools:
             found.add(f"{importer} -> {target}")
     return sorted(found)
 
