@@ -49,7 +49,7 @@ def part_of(
 
 def server_of(config: RunConfig, *part: Any, **more: Any) -> Any:
     """A ps of one part, see `part_of`, with the algorithm of a configuration."""
-    from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
+    from tf2dist.training.parameter_server.algorithms import algorithm_of
     from tf2dist.training.parameter_server.server import ParameterServer
 
     return ParameterServer(part_of(*part, **more), algorithm_of(config))

@@ -16,7 +16,7 @@ from tf2dist.config.schema import ALGORITHMS, AlgorithmConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model import builtin
 from tf2dist.model.tables import Lookups
-from tf2dist.training.parameter_server.algorithms.plain import Algorithm
+from tf2dist.training.parameter_server.algorithms import Algorithm
 from tf2dist.training.parameter_server.counters import ONES
 from tf2dist.training.parameter_server.wire import PackedCount
 from tf2dist.training.synchronous.sync_step import SyncStep

@@ -55,9 +55,9 @@ class AlgorithmEntry:
 
 _ROOM = "tf2dist.training.parameter_server.algorithms"
 ALGORITHMS = {
-    "plain": AlgorithmEntry(f"{_ROOM}.plain:Algorithm"),
-    "staleness_aware": AlgorithmEntry(f"{_ROOM}.staleness_aware:StalenessAware"),
-    "delay_compensated": AlgorithmEntry(f"{_ROOM}.delay_compensated:DelayCompensated", options=("strength",)),
+    "plain": AlgorithmEntry(f"{_ROOM}:Algorithm"),
+    "staleness_aware": AlgorithmEntry(f"{_ROOM}:StalenessAware"),
+    "delay_compensated": AlgorithmEntry(f"{_ROOM}:DelayCompensated", options=("strength",)),
     "local_sgd": AlgorithmEntry(
         "tf2dist.training.synchronous.local_sgd:LocalSgdStep",
         mode="sync",

@@ -20,12 +20,15 @@ from tf2dist import data
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot, Weights
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
+from tf2dist.data.passes import Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS
+from tf2dist.model.checks import check_assigned, check_losses, check_updates
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
+from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
-from tf2dist.training.parameter_server.algorithms.plain import algorithm_of
+from tf2dist.training.parameter_server.algorithms import algorithm_of
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule, prepare
 from tf2dist.training.parameter_server.batches import EVALUATED
 from tf2dist.training.parameter_server.counters import (
@@ -36,7 +39,7 @@ from tf2dist.training.parameter_server.counters import (
     PsOrigin,
     staleness_of,
 )
-from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
+from tf2dist.training.parameter_server.graphs import AsyncGraphs, GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.reading import PackedRead
 from tf2dist.training.parameter_server.schedule import POLL_SECS, AsyncScheduler, Scheduler, results, shut
 from tf2dist.training.parameter_server.server import NEVER
@@ -168,6 +171,29 @@ class PsLoop(Loop):
         send_shutdown(self._cluster, {"failure": reason}, SHUTDOWN_TIMEOUT_SECS)
 
 
+class AsyncRule(UpdateRule):
+    """Each ps applies an update as soon as it has come, as an algorithm says."""
+
+    scheduler_class = AsyncScheduler
+
+    def __init__(self, config: RunConfig) -> None:
+        self._algorithm = algorithm_of(config)
+
+    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
+        check_assigned(name, step.trace)
+        check_losses(name, step, num_replicas=1)
+        return check_updates(name, step)
+
+    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
+        return self._algorithm.why_no_rows(optimizer)
+
+    def make_graphs(self, spec: GraphsSpec) -> AsyncGraphs:
+        return AsyncGraphs(spec, self._algorithm)
+
+    def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> AsyncOrigin:
+        return AsyncOrigin.of(start, sharding, num_metrics)
+
+
 class AsyncLoop(PsLoop):
     """The loop of mode=async, in which a global step is an update that the ps have applied."""
 
@@ -193,7 +219,7 @@ class AsyncLoop(PsLoop):
 
     @classmethod
     def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
-        return algorithm_of(config)
+        return AsyncRule(config)
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
         scheduler, seen = self._scheduler, (0, 0)

@@ -31,11 +31,9 @@ class UpdateRule(abc.ABC):
     """When the ps apply an update, and what that asks of a run.
 
     Attributes:
-        graphs_class: called as ``graphs_class(spec, rule)``.
         scheduler_class: called as ``scheduler_class(coordinator, graphs, num_workers, grace_secs)``.
     """
 
-    graphs_class: Callable[..., PsGraphs]
     scheduler_class: Callable[..., Scheduler]
 
     @abc.abstractmethod
@@ -49,6 +47,10 @@ class UpdateRule(abc.ABC):
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:
         """Why tables travel as a whole; empty if their rows may, see `model.tables`."""
         return ""
+
+    @abc.abstractmethod
+    def make_graphs(self, spec: GraphsSpec) -> PsGraphs:
+        """The ps of a run, and the functions that workers run against them."""
 
     @abc.abstractmethod
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> PsOrigin:
@@ -123,7 +125,7 @@ def prepare(
         plan=source.plan,
         earlier_updates=earlier,
     )
-    graphs = rule.graphs_class(spec, rule)
+    graphs = rule.make_graphs(spec)
     optimizers = [server.optimizer for server in graphs.servers]
     check_init_from(optimizers[0], isinstance(start, Weights))
     check_own_apply(source.name, optimizers[0], len(optimizers))

@@ -12,7 +12,7 @@ import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -29,6 +29,7 @@ from tf2dist.model.source import EpochPlan, MakeOptimizer
 from tf2dist.model.step import ModelStep, step_place
 from tf2dist.tf_internals import as_one_node, groups_of
 from tf2dist.training.loop import steps_to_pause, unrolled_steps
+from tf2dist.training.parameter_server.algorithms import Algorithm
 from tf2dist.training.parameter_server.batches import (
     ArrayInput,
     BatchNumbers,
@@ -45,9 +46,6 @@ from tf2dist.training.parameter_server.rows import Request, Routed, Routing, Row
 from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
 from tf2dist.training.parameter_server.wire import Parcel, Pulled
 from tf2dist.training.stragglers import Stragglers
-
-if TYPE_CHECKING:  # it names the graphs that it needs
-    from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
 
@@ -370,7 +368,7 @@ class AsyncGraphs(PsGraphs):
 
     servers: Sequence[ParameterServer]
 
-    def __init__(self, spec: GraphsSpec, algorithm: "Algorithm") -> None:
+    def __init__(self, spec: GraphsSpec, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self._decays: dict[int, float] = {}  # of the state that a step changes, by id of the variable
         super().__init__(spec)

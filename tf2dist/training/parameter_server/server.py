@@ -9,7 +9,7 @@ node of the worker's graph however many operations it has, which halves the time
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,6 +27,7 @@ from tf2dist.tf_internals import (
     inner_optimizers,
     undecayed,
 )
+from tf2dist.training.parameter_server.algorithms import Algorithm
 from tf2dist.training.parameter_server.counters import ONES, Counters, Counts
 from tf2dist.training.parameter_server.rows import RowsLayout
 from tf2dist.training.parameter_server.storage import (
@@ -39,9 +40,6 @@ from tf2dist.training.parameter_server.storage import (
     state_update,
 )
 from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
-
-if TYPE_CHECKING:  # it names the graphs that it needs, which name the ps
-    from tf2dist.training.parameter_server.algorithms.plain import Algorithm
 
 NEVER = np.iinfo(np.int64).max
 NO_UPDATE = np.int64(0)  # the limit of a push that is no update: every number has reached it
@@ -164,7 +162,7 @@ class ParameterServer(ModelPart):
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
     """
 
-    def __init__(self, spec: PartSpec, algorithm: "Algorithm") -> None:
+    def __init__(self, spec: PartSpec, algorithm: Algorithm) -> None:
         for variable in spec.trainable:
             if variable.constraint is not None:
                 raise ConfigError(

@@ -6,17 +6,19 @@ with calls, opens the servers for a training and closes them at its end.
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot
 from tf2dist.checkpoint.state import input_facts
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.passes import Sharding
+from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import (
     check_aggregation,
@@ -27,18 +29,119 @@ from tf2dist.model.checks import (
     check_unweighted,
     check_whole_updates,
 )
-from tf2dist.model.step import ModelStep
+from tf2dist.model.shards import cut, parts_of
+from tf2dist.model.step import ModelStep, step_place
 from tf2dist.tf_internals import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.async_loop import PsLoop
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
+from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
+from tf2dist.training.parameter_server.graphs import Call, GraphsSpec, PsGraphs
+from tf2dist.training.parameter_server.rows import Request, Routed
 from tf2dist.training.parameter_server.schedule import MAX_POLL_SECS, Scheduler, quiet_secs
+from tf2dist.training.parameter_server.server import PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import (
     GRADIENTS_ARRAY,
     GradientCounts,
     SyncReplicasOrigin,
 )
-from tf2dist.training.parameter_server.sync_replicas_graphs import SyncReplicasGraphs
+from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer, FollowingServer
+from tf2dist.training.parameter_server.wire import Parcel
+
+
+class SyncReplicasGraphs(PsGraphs):
+    """The graphs of mode=sync_replicas; see `sync_replicas_servers`.
+
+    Attributes:
+        deciding, following: the servers.
+        replicas: the gradients that make a step.
+        steps: of the input, by their numbers.
+    """
+
+    servers: Sequence[DecidingServer | FollowingServer]
+
+    def __init__(self, spec: GraphsSpec, replicas: int) -> None:
+        self.replicas = replicas
+        super().__init__(spec)
+
+    def restore(self, origin: SyncReplicasOrigin) -> None:
+        self.deciding.restore(origin.step, origin.aggregated, origin.dropped)
+        for server in self.following:
+            server.restore(origin.step)
+
+    def read_counters(self) -> None:
+        self.deciding.close()
+        self.deciding.counts()
+
+    def _make_servers(self, parts: list[PartSpec]) -> None:
+        numbers = self.step.lookups.num_lookups(self.config.train.batch_size_per_worker)
+        pairs = zip(self.step.tables, numbers, strict=True)
+        of_parts = {id(part): number for table, number in pairs for part in parts_of(table)}
+        (first, own), *others = [(part, [of_parts[id(table)] for table in part.tables]) for part in parts]
+        self.deciding = DecidingServer(first, self.replicas, own)
+        self.following = [FollowingServer(*other) for other in others]
+        self.servers = [self.deciding, *self.following]
+
+    def _make_input(self, spec: GraphsSpec) -> Input:
+        self.steps, self._offsets = NumberedSteps(spec.sharding, spec.origin.begin), spec.origin.offsets
+        return SharedArrayInput(spec.step.layout, spec.sharding, self.steps)
+
+    def batch_types(self) -> list[tf.TensorSpec]:
+        return [*super().batch_types(), tf.TensorSpec([], tf.float32)]
+
+    def _compute_step(
+        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
+    ) -> tuple[list[Parcel], tf.Tensor]:
+        *leaves, share = leaves
+        unpacked, rows = self.unpack(pulled, routed.requests)
+        step = unpacked[0].applied
+        trainable, state = self.inputs(self.values_of(unpacked), rows)
+        output = self.step(trainable, state, leaves, step_place(worker, step.value()), share, routed.positions)
+        gradients, of_rows = self.divide(output.gradients, routed.requests)
+        # Changes rather than values, as with mode=sync: their weighted sum over the replicas becomes the mean.
+        changes = cut(
+            self.step.state,
+            [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)],
+        )
+        pushes: list[Parcel] = []
+        for server, request, rows in zip(self.servers, routed.requests, of_rows, strict=True):
+            of_whole = [gradients[id(v)] for v in server.whole]
+            of_state = [changes[id(v)] for v in server.state]
+            parcel = server.push_layout.pack([*of_whole, *of_state], share, output.sums, step)
+            pushes.append(server.rows.pack_gradients(parcel, request, rows))
+        return pushes, tf.math.divide_no_nan(output.sums[0], share)
+
+    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+        local_steps = self.deciding.pushed_by(worker)[0]
+        first = own_number(self._offsets, worker, local_steps)
+        return Call(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
+
+    def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
+        return self._follow(self.deciding.begin(call.worker, *self.deciding.rows.asked(requests[0])), requests)
+
+    def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
+        asked = self.deciding.rows.asked(requests[0])
+        with tf.control_dependencies(self._keep(call, pushes)):
+            return self._follow(self.deciding.exchange(pushes[0], call.worker, *asked), requests)
+
+    def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
+        with tf.control_dependencies(self._keep(call, pushes)):
+            return self.deciding.push(pushes[0], call.worker)
+
+    def _keep(self, call: Call, pushes: list[Parcel]) -> list[tf.Tensor]:
+        # The deciding ps must not take a gradient of which another ps has no part.
+        return [server.keep(push, call.worker) for server, push in zip(self.following, pushes[1:], strict=True)]
+
+    def _follow(self, pulled: Parcel, requests: list[Request]) -> list[Parcel]:
+        """What all ps send, from that of the deciding one."""
+        own, _ = self.deciding.rows.split(pulled, self.deciding.pull_layout.specs)
+        _, step, made_by = self.deciding.pull_layout.unpack(own)
+        parts = zip(self.following, requests[1:], strict=True)
+        return [pulled, *(server.follow(step.bits, made_by, *server.rows.asked(request)) for server, request in parts)]
+
+    def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        pushed, step = tf.unstack(counted)
+        return pushed, step
 
 
 class SyncReplicasScheduler(Scheduler):
@@ -99,7 +202,7 @@ class SyncReplicasRule(UpdateRule):
         ConfigError: a worker would have to give several gradients to a step, and there are several ps.
     """
 
-    graphs_class, scheduler_class = SyncReplicasGraphs, SyncReplicasScheduler
+    scheduler_class = SyncReplicasScheduler
 
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
@@ -119,6 +222,9 @@ class SyncReplicasRule(UpdateRule):
         # The optimizer of a ps gets the rows of each table apart.
         clips = any(inner.global_clipnorm for inner in inner_optimizers(optimizer))
         return "global_clipnorm is the norm of all gradients together" if clips else ""
+
+    def make_graphs(self, spec: GraphsSpec) -> SyncReplicasGraphs:
+        return SyncReplicasGraphs(spec, self.replicas)
 
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> SyncReplicasOrigin:
         return SyncReplicasOrigin.of(start, sharding)
