@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import NoReturn
 
 from tf2dist import files, linux
-from tf2dist.cluster import addresses, listening, reachability
+from tf2dist.cluster import addresses, reachability
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.compose import ConfigSource
@@ -203,9 +203,9 @@ def meeting(config: RunConfig, cluster: Cluster, task: Task) -> Iterator[Finding
         identity.job_key(os.environ, cluster, warnings.append)
         yield from (Finding("warn", "token", *text.rsplit("; ", 1)) for text in warnings)
         shift = config.cluster.control_port_shift
-        listening.check_control_ports(cluster, shift)
+        addresses.check_control_ports(cluster, shift)
         # Closed again at once, so that a run can start while the doctor goes on.
-        with listening.listen_at_control_port(cluster, task, shift) as listener:
+        with addresses.listen_at_control_port(cluster, task, shift) as listener:
             yield Finding("ok", "meeting", f"{task} can listen at its control port {listener.getsockname()[1]}")
     except (ClusterError, TaskLostError) as error:
         yield from failures("meeting", error)

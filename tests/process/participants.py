@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.conftest import ports_of_tasks
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.hosts.connections import Channel
@@ -144,7 +144,7 @@ def claimant(enter: Meetings, cluster: Cluster, task: str) -> Participant:
         (port,) = unused_ports(1)
         listener = socket.create_server(("localhost", port))
         listener.setblocking(False)
-        patch.setattr("tf2dist.cluster.listening.listen_at_control_port", lambda *args: listener)
+        patch.setattr("tf2dist.hosts.meeting.listen_at_control_port", lambda *args: listener)
         return enter(cluster, task)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Cluster
 from tf2dist.errors import ClusterError, TaskLostError
 from tf2dist.hosts.connections import VERSION

@@ -21,7 +21,7 @@ from tests.process.participants import (
     shake_hands,
     wait_for,
 )
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Task
 from tf2dist.hosts.connections import Channel
 from tf2dist.hosts.identity import NO_TOKEN_KEY

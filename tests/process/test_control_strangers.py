@@ -22,7 +22,7 @@ from tests.process.participants import (
     peer_with_token,
     wait_for,
 )
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 from tf2dist.hosts import connections

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf2dist.cluster.listening import listen_at_own
+from tf2dist.cluster.addresses import listen_at_own
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 from tf2dist.training.synchronous import mesh

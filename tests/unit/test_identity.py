@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tf2dist.cluster import addresses, listening
+from tf2dist.cluster import addresses
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import ClusterConfig, RunConfig, SimulateConfig, TaskConfig
 from tf2dist.errors import ClusterError, ConfigError
@@ -97,19 +97,19 @@ def test_the_text_of_differences_is_limited() -> None:
 
 
 def test_control_ports() -> None:
-    assert listening.control_address("host:2222") == ("host", 3222)
-    assert listening.control_address("[::1]:65000") == ("::1", 64000)
-    assert listening.control_address("host:5", 10) == ("host", 15)
-    listening.check_control_ports(Cluster("sync", {"worker": ("a:2222", "b:3222")}), 1000)
+    assert addresses.control_address("host:2222") == ("host", 3222)
+    assert addresses.control_address("[::1]:65000") == ("::1", 64000)
+    assert addresses.control_address("host:5", 10) == ("host", 15)
+    addresses.check_control_ports(Cluster("sync", {"worker": ("a:2222", "b:3222")}), 1000)
     with pytest.raises(ClusterError, match=r"worker 0 \(a:2222\): its control port 3222 is the port of worker-1"):
-        listening.check_control_ports(Cluster("sync", {"worker": ("a:2222", "a:3222")}), 1000)
+        addresses.check_control_ports(Cluster("sync", {"worker": ("a:2222", "a:3222")}), 1000)
     with pytest.raises(ClusterError, match="is the control port of worker-0"):
-        listening.check_control_ports(Cluster("sync", {"worker": ("a:64000", "a:65990", "a:63990")}), 995)
+        addresses.check_control_ports(Cluster("sync", {"worker": ("a:64000", "a:65990", "a:63990")}), 995)
 
 
 def listens_at(address: str) -> str:
     cluster = Cluster("sync", {"worker": (address,)})
-    with listening.listen_at_control_port(cluster, Task("worker", 0), 1000) as listener:
+    with addresses.listen_at_control_port(cluster, Task("worker", 0), 1000) as listener:
         return str(listener.getsockname()[0])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tf2dist import linux
 from tf2dist.cluster import ranks
-from tf2dist.cluster.listening import check_control_ports, control_address
+from tf2dist.cluster.addresses import check_control_ports, control_address
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Place, Task
 from tf2dist.config.load import load

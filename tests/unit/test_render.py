@@ -25,7 +25,7 @@ from tf2dist.cluster.addresses import split
 from tf2dist.cluster.ranks import distinct_addresses
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster
-from tf2dist.cluster.tf_config import text_of
+from tf2dist.cluster.validation import tf_config_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
@@ -344,7 +344,7 @@ def test_every_worker_of_ray_finds_its_place() -> None:
     # What fit finds in the worker's environment is the same.
     config = RunConfig(mode="async", cluster=ClusterConfig(kind="tf_config"))
     for place in places:
-        assert find_place(config, {"TF_CONFIG": text_of(place)}) == place
+        assert find_place(config, {"TF_CONFIG": tf_config_of(place)}) == place
     assert "ScalingConfig(num_workers=6, " in (RENDERED / "ray_job.py").read_text()
 
 

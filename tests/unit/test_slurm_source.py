@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tf2dist.cluster import slurm
-from tf2dist.cluster.addresses import split
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address, split
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.load import load

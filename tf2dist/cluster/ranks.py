@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tf2dist import linux
-from tf2dist.cluster import tf_config
 from tf2dist.cluster.addresses import canonical_host, ip_in
 from tf2dist.cluster.spec import Place
-from tf2dist.cluster.validation import validated
+from tf2dist.cluster.validation import read_tf_config, validated
 from tf2dist.config.schema import PS_MODES, RunConfig
 from tf2dist.errors import ClusterError
 
@@ -88,7 +87,7 @@ def _rank(environ: Mapping[str, str], names: Names, addresses: Sequence[str]) ->
 
 def _in_tf_config(environ: Mapping[str, str]) -> tuple[Sequence[str], int]:
     """The workers of a TF_CONFIG that names nobody else, as those of Azure and Ray; their numbers are the ranks."""
-    jobs, task = tf_config.read(environ)
+    jobs, task = read_tf_config(environ)
     if (*jobs, task.get("type")) != ("worker", "worker"):
         raise ClusterError(
             f"TF_CONFIG: gives the jobs {', '.join(jobs)}, and with cluster=ranks all tasks must be workers in it; "

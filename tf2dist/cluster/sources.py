@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tf2dist.cluster import ranks, slurm, tf_config
+from tf2dist.cluster import ranks, slurm
 from tf2dist.cluster.spec import ALL_JOBS, Cluster, Place
-from tf2dist.cluster.validation import validated
+from tf2dist.cluster.validation import find_in_tf_config, validated
 from tf2dist.config.schema import PS_MODES, RunConfig
 from tf2dist.errors import ClusterError, ConfigError
 
@@ -103,7 +103,7 @@ def hosts(config: RunConfig, environ: Mapping[str, str]) -> Place:
 SOURCES: dict[str, ClusterSource] = {
     "local": local,
     "hosts": hosts,
-    "tf_config": tf_config.find,
+    "tf_config": find_in_tf_config,
     "ranks": ranks.find,
     "slurm": slurm.find,
 }

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.cluster import tf_config
 from tf2dist.cluster.spec import Place, Task
+from tf2dist.cluster.validation import read_tf_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
@@ -146,7 +146,7 @@ def configuration(
     for override in overrides:
         if not OPTIONS.fullmatch(override):
             raise FitError(f"options: {override.partition('=')[0]} means nothing in a prediction; leave it out")
-    if cluster is None and os.environ.get("TF_CONFIG") and "ps" in tf_config.read(os.environ)[0]:
+    if cluster is None and os.environ.get("TF_CONFIG") and "ps" in read_tf_config(os.environ)[0]:
         raise FitError("TF_CONFIG: job ps: a prediction has workers alone; leave out ps and chief, and start none")
     config, (there, task) = request.configuration("sync", cluster, run_dir, 0, overrides)
     if task not in there.training_tasks:

@@ -1,6 +1,6 @@
 """A follower's side of a meeting: it joins at the leader, and gets news of the other tasks from it."""
 
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address
 from tf2dist.errors import ClusterError, LeaderLostError, TaskLostError, TfDistError
 from tf2dist.hosts.connections import Dialer, Link, Links
 from tf2dist.hosts.identity import VARIABLE, explain

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Task
 from tf2dist.errors import ClusterError, TaskLostError
 from tf2dist.hosts.connections import Dialer, Link, Links

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from tf2dist.cluster import listening
+from tf2dist.cluster.addresses import check_control_ports, listen_at_control_port
 from tf2dist.cluster.reachability import Wait, still_waiting
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
@@ -98,7 +98,7 @@ class Meeting:
         lost_after_secs: float,
         port_shift: int = CONTROL_PORT_SHIFT,
     ) -> None:
-        listening.check_control_ports(cluster, port_shift)
+        check_control_ports(cluster, port_shift)
         self._membership = membership = Membership(
             cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift
         )
@@ -114,7 +114,7 @@ class Meeting:
     def __enter__(self) -> Self:
         """Raises ClusterError if the control port is taken, TaskLostError if the host's name is unknown."""
         membership = self._membership
-        listener = listening.listen_at_control_port(membership.cluster, membership.task, membership.port_shift)
+        listener = listen_at_control_port(membership.cluster, membership.task, membership.port_shift)
         self._links.open(listener)
         self._thread.start()
         return self

@@ -7,7 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass, field
 
-from tf2dist.cluster.listening import control_address
+from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.validation import canonical
 from tf2dist.errors import Interrupted, TfDistError

@@ -22,8 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
-from tf2dist.cluster.addresses import check_not_public, exposure_warning
-from tf2dist.cluster.listening import check_control_ports
+from tf2dist.cluster.addresses import check_control_ports, check_not_public, exposure_warning
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tf2dist import linux
 from tf2dist.cluster.ranks import distinct_addresses, place_of_rank
-from tf2dist.cluster.tf_config import text_of
+from tf2dist.cluster.validation import tf_config_of
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import TaskLostError, TfDistError
 from tf2dist.launch.single_run import report
@@ -107,7 +107,8 @@ def take_place(gang: Gang, addresses: Sequence[str], rank: int, token: str) -> N
     if not ray.get_gpu_ids():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config = RunConfig(mode=gang.mode, cluster=ClusterConfig(num_ps=gang.num_ps))
-    os.environ["TF_CONFIG"] = text_of(place_of_rank(config, addresses, rank, ("ScalingConfig.num_workers", "rank")))
+    own_place = place_of_rank(config, addresses, rank, ("ScalingConfig.num_workers", "rank"))
+    os.environ["TF_CONFIG"] = tf_config_of(own_place)
     os.environ[SECRETS[0]] = token
 
 

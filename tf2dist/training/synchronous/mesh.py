@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tf2dist.cluster.addresses import resolve, split
-from tf2dist.cluster.listening import listen_at_own
+from tf2dist.cluster.addresses import listen_at_own, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
 from tf2dist.training.synchronous.all_reduce import AllReduce
