@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import COMMAND, Command, wait_until
 from tf2dist import signals
-from tf2dist.launch import jobs
+from tf2dist.launch import single_run
 from tf2dist.signals import Signals
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -161,8 +161,8 @@ def test_a_job_of_a_comparison_ends_at_once_with_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, heard: str, number: signal.Signals
 ) -> None:
     """Without an orderly stop, which would save: it is told twice, and killed if it does not hear."""
-    monkeypatch.setattr(jobs, "RUN", JOBS[kind])
-    monkeypatch.setattr(jobs, "STOP_SECS", 0.5 if kind == "deaf" else 60.0)
+    monkeypatch.setattr(single_run, "RUN_JOB", JOBS[kind])
+    monkeypatch.setattr(single_run, "JOB_STOP_SECS", 0.5 if kind == "deaf" else 60.0)
     received: list[int] = []
     ready = tmp_path / "ready"
 
@@ -170,5 +170,5 @@ def test_a_job_of_a_comparison_ends_at_once_with_a_signal(
         received.extend([number] * ready.exists())
 
     with open(tmp_path / "log", "wb") as log:
-        assert jobs.run_job([str(ready)], received, log, look) == 128 + number
+        assert single_run.run_job([str(ready)], received, log, look) == 128 + number
     assert ready.read_text() == heard

@@ -15,8 +15,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskFailure
 from tf2dist.launch.console import Console
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.monitor import Monitor
-from tf2dist.launch.run_state import Tasks
+from tf2dist.launch.monitor import Monitor, Tasks
 
 
 def test_a_function_of_the_users_that_never_returns(

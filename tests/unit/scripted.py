@@ -12,8 +12,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.hosts.messages import MeetingEvent
 from tf2dist.launch.console import Console
-from tf2dist.launch.monitor import Monitor
-from tf2dist.launch.run_state import Tasks
+from tf2dist.launch.monitor import Monitor, Tasks
 from tf2dist.messages import Alive, Done, Exited, ResultMessage
 
 TASKS = ["worker-0", "worker-1"]

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tf2dist.launch.exit_causes import FILE_LIMIT, MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, error_line, limit_reached
+from tf2dist.launch.failures import FILE_LIMIT, MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, error_line, limit_reached
 
 
 @pytest.mark.parametrize(

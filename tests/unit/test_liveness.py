@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tf2dist.launch.run_state import TaskRecord
-from tf2dist.launch.watchdog import LivenessTracker
+from tf2dist.launch.watchdog import LivenessTracker, TaskRecord
 from tf2dist.messages import Silence, ToLauncher
 from tf2dist.process import heartbeat
 

@@ -23,7 +23,7 @@ from tests.unit.scripted import (
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import Left, TaskFailure
 from tf2dist.hosts.messages import Back, Ended, Lost, MeetingEvent
-from tf2dist.launch import exit_causes
+from tf2dist.launch import failures
 from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
 
 
@@ -141,7 +141,7 @@ def test_a_kill_by_the_out_of_memory_killer_is_named(
 ) -> None:
     events = tmp_path / "vmstat"
     events.write_text("pgfault 0\noom_kill 1\n")
-    monkeypatch.setattr(exit_causes, "_oom_counts", lambda: [tmp_path / "none", events])
+    monkeypatch.setattr(failures, "_oom_counts", lambda: [tmp_path / "none", events])
     launcher = ScriptedLauncher(tmp_path, [(104.0, ended("worker-1", -9))])
     monkeypatch.setattr(launcher, "events", lambda secs: _run_out_of_memory(launcher, secs, events))
     with pytest.raises(TaskFailure, match="worker-1: was killed by SIGKILL: out of memory"):

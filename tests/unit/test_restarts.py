@@ -3,8 +3,7 @@
 import pytest
 
 from tf2dist.errors import FailureRecord, LeaderLostError
-from tf2dist.launch.failures import cause_order
-from tf2dist.launch.restarts import RestartDecision, RestartPolicy
+from tf2dist.launch.failures import RestartDecision, RestartPolicy, cause_order
 
 LOST = 138
 

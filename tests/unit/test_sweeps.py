@@ -11,7 +11,7 @@ from hydra.types import RunMode
 from tf2dist.config.compose import ConfigSource, open_hydra, prepare_overrides
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
-from tf2dist.launch.jobs import finished_summary
+from tf2dist.launch.run_dir import finished_summary
 from tf2dist.launch.sweep import check_same, sweep_dir
 from tf2dist.launch.sweep_report import Row, as_csv, as_table, read_rows
 

@@ -15,7 +15,7 @@ import numpy as np
 from tf2dist.errors import TfDistError, TrainingError, first_line
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
-from tf2dist.launch.run_state import CallerMessage, Send
+from tf2dist.launch.monitor import CallerMessage, Send
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 from tf2dist.signals import StopRequests, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
@@ -31,7 +31,7 @@ def _signal_of(error: BaseException) -> signal.Signals:
 
 
 class FitSession(Generic[T]):
-    """The caller's side of one run; see `launch.run_state.Caller`.
+    """The caller's side of one run; see `launch.monitor.Caller`.
 
     The thread of the run puts the leader's messages into a queue. The caller's thread takes them out and calls the
     callbacks; Python raises KeyboardInterrupt only there. Apart from the queue each attribute is written by one thread.

@@ -9,6 +9,7 @@ the end of the socket the server kills every task and exits, and if the server d
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import select
 import signal
@@ -22,10 +23,10 @@ from typing import Any, NamedTuple
 from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
-from tf2dist.launch import generated_files
 from tf2dist.linux import import_lazily
 from tf2dist.messages import DROPPABLE, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer, pack, unpack
 from tf2dist.signals import reset_inherited
+from tf2dist.tf_constants import AUTOGRAPH_FILE
 
 MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,6 +49,35 @@ def poster(sock: socket.socket) -> Post:
     return post
 
 
+# AutoGraph would remove the files into which it writes its versions of functions when a process ends as usual; a task
+# does not, and may be killed. So a task notes their names in a list, which lies in memory, and its fork server removes
+# them once the task has ended.
+def new_generated_list() -> int:
+    """The descriptor of an empty list, for a process that is forked."""
+    return os.memfd_create("generated files")
+
+
+def note_generated(generated: int) -> None:
+    """In a task: from now on the names of these files are added to the list."""
+
+    def on_event(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "tempfile.mkstemp" and AUTOGRAPH_FILE in str(arguments[0]):
+            os.write(generated, os.fsencode(f"{arguments[0]}\n"))
+
+    sys.addaudithook(on_event)
+
+
+def remove_generated(generated: int) -> None:
+    """Removes the files in the list, with the bytecode that Python has put beside them, and closes it."""
+    os.lseek(generated, 0, os.SEEK_SET)
+    with open(generated, "rb") as lines:
+        paths = lines.read().splitlines()
+    for path in map(os.fsdecode, paths):
+        for file in (path, importlib.util.cache_from_source(path)):
+            with contextlib.suppress(OSError):
+                os.remove(file)
+
+
 def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int, generated: int) -> int:
     """The forked child: log file, module path, then ``target(payload, to_launcher) -> exit code``."""
     # A group of its own, so that a kill reaches what the task itself has started.
@@ -57,7 +87,7 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int, 
         signal.signal(number, signal.SIG_DFL)
     # The pipe is the server's: a signal to this task would wake the server.
     signal.set_wakeup_fd(-1)
-    generated_files.note(generated)
+    note_generated(generated)
     log = open_log(request.log)
     os.dup2(inbox, 0)
     os.dup2(log, 1)
@@ -74,7 +104,7 @@ class Forked(NamedTuple):
     Attributes:
         name: of the task.
         inbox: the end of a pipe that leads to its standard input.
-        generated: see `generated_files`.
+        generated: the list of what AutoGraph has written.
     """
 
     name: str
@@ -84,14 +114,14 @@ class Forked(NamedTuple):
     def close(self) -> None:
         """Once the task has ended."""
         os.close(self.inbox)
-        generated_files.remove(self.generated)
+        remove_generated(self.generated)
 
 
 def fork_task(request: Start, sock: socket.socket) -> tuple[int, Forked]:
     """Forks one task; returns its process id."""
     parent_pid = os.getpid()
     read_end, write_end = os.pipe()
-    generated = generated_files.new_list()
+    generated = new_generated_list()
     pid = os.fork()
     if pid:
         os.close(read_end)

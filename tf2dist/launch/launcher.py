@@ -29,9 +29,8 @@ import psutil
 
 from tf2dist.config.schema import DevicesConfig, RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError, TfDistError, TrainingError
-from tf2dist.launch import exit_causes
 from tf2dist.launch.console import open_standard_descriptors
-from tf2dist.launch.exit_causes import MEMORY_LIMIT, THREAD_LIMIT
+from tf2dist.launch.failures import MEMORY_LIMIT, THREAD_LIMIT, OomKills, fork_server_error
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import log_path, open_log
 from tf2dist.linux import child_environment, module_command
@@ -77,7 +76,7 @@ class Launcher:
         self.ready = self.isolated = False
         self.ports: list[int] = []
         self.tasks: dict[str, int] = {}
-        self._oom_kills = exit_causes.OomKills()
+        self._oom_kills = OomKills()
         self._log_starts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -221,7 +220,7 @@ class Launcher:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the socket may close before the process has ended
             code = self._server.wait(SERVER_CHECK_SECS)
         self._kill_server()
-        raise exit_causes.fork_server_error(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
+        raise fork_server_error(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
 
     def send_to_task(self, name: str, message: ToTask) -> None:
         """Writes a message to the task's standard input, if it still runs.

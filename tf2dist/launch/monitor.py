@@ -1,8 +1,11 @@
 """Follows the tasks of a launcher: shows their messages, restarts lost tasks, and stops all of them in order."""
 
+import enum
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.config.schema import RunConfig
@@ -10,13 +13,32 @@ from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, Left, TaskFai
 from tf2dist.hosts import messages as control
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.console import Console
-from tf2dist.launch.failures import FailureReader, blames_another, cause_order, is_secondary
+from tf2dist.launch.failures import (
+    FailureReader,
+    RestartDecision,
+    RestartPolicy,
+    blames_another,
+    cause_order,
+    is_secondary,
+)
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.restarts import RestartDecision, RestartPolicy
-from tf2dist.launch.run_state import Attempt, Caller, CallerMessage, Clock, Phase, Tasks
 from tf2dist.launch.shutdown import Shutdown
-from tf2dist.launch.watchdog import Watchdog
-from tf2dist.messages import Began, Event, Exited, Note, PeerGone, ProgressMessage, ResultMessage, Saved, Status, Warned
+from tf2dist.launch.watchdog import Clock, Watchdog
+from tf2dist.messages import (
+    Began,
+    Event,
+    Exited,
+    HookAnswer,
+    HookCall,
+    Note,
+    PauseWanted,
+    PeerGone,
+    ProgressMessage,
+    ResultMessage,
+    Saved,
+    Status,
+    Warned,
+)
 from tf2dist.signals import NAMES
 
 POLL_SECS = 0.2
@@ -24,6 +46,73 @@ SECONDARY_SECS = 1.0  # the failure that caused the others may be reported after
 CAUSE_SECS = 3.0  # the same if it is on another host
 EXIT_SECS = 15.0  # for the other tasks to end, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task to end, once its leader on another host is done
+CallerMessage = HookCall | ProgressMessage
+Send = Callable[[HookAnswer | PauseWanted], None]
+
+
+class Phase(enum.Enum):
+    """The phase of a run, which decides what a failure means."""
+
+    RUNNING = "running"  # from the first start on; what has failed may be started again
+    STOPPING = "stopping"  # a signal has come, to this process or to another host's
+    DONE = "done"  # the result has come; a failure does not matter any more
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks to run.
+
+    Attributes:
+        names: of the tasks of this host.
+        leader: the task that saves and makes the result; it may be on another host.
+        start: starts a task, by its name and the number of restarts of all tasks so far.
+        may_leave: whether SIGTERM to this process ends its task alone, and not the whole job.
+    """
+
+    names: list[str]
+    leader: str
+    start: Callable[[str, int], None]
+    may_leave: bool = False
+
+    @property
+    def has_leader(self) -> bool:
+        return self.leader in self.names
+
+
+@dataclass
+class Attempt:
+    """What has happened since all tasks were last started together.
+
+    Attributes:
+        summary: the leader's result; empty until it comes.
+        exit_deadline: when the tasks that are left must have ended, in seconds of the monotonic clock.
+        failures: those that no restart has answered yet, in order.
+    """
+
+    summary: dict[str, Any] = field(default_factory=dict)
+    exit_deadline: float = float("inf")
+    failures: list[FailureRecord] = field(default_factory=list)
+
+
+# Only a protocol stands here: `fit` itself imports TensorFlow, and this room must not.
+class Caller(Protocol):
+    """A call of `fit`: what its tasks need, and where the leader's messages go.
+
+    Attributes:
+        job: the folder with the data and the model, on this host.
+        identity: what must be equal on every host, in a form that people can read.
+        sys_path: where the tasks find the caller's modules.
+    """
+
+    job: Path
+    identity: dict[str, Any]
+    sys_path: list[str]
+
+    def connect(self, send: Send) -> None:
+        """Takes the function that sends a message to the leader, from any thread."""
+
+    def on_message(self, message: CallerMessage) -> None:
+        """Takes a message of the leader; must not wait."""
 
 
 class Monitor:

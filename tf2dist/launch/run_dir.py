@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tf2dist import files
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
-from tf2dist.files import is_path
+from tf2dist.files import is_path, open_to_read
 
 FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras", "training.png")
 RANGES = "ranges"  # of a prediction
@@ -162,3 +162,14 @@ def locked(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
         except OSError:
             pass  # a file system without locks
         yield Lock(run_dir, lock)
+
+
+def finished_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The result of a run that is done and has saved its weights; None for any other."""
+    try:
+        with open_to_read(run_dir / "summary.json") as file:
+            summary: dict[str, Any] = json.load(file)
+        # Without the weights of its last step a job is resumed, so that it can save them.
+        return summary if summary["global_step"] == summary.get("saved_step", summary["global_step"]) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

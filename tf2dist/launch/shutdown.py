@@ -7,7 +7,7 @@ from tf2dist.errors import FailureRecord, Interrupted, Left, NotFiniteError, Req
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.failures import cause_order
 from tf2dist.launch.launcher import Launcher
-from tf2dist.launch.run_state import Clock
+from tf2dist.launch.watchdog import Clock
 
 OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a loss
 FOLLOW_SECS = 5.0  # in addition, on hosts without the leader

@@ -9,12 +9,14 @@ import contextlib
 import json
 import os
 import resource
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import IO, Any, NoReturn, cast
 
 from hydra import main as hydra_main
 from hydra._internal.hydra import Hydra
@@ -37,10 +39,10 @@ from tf2dist.files import is_path, settle_home
 from tf2dist.hosts.identity import job_key
 from tf2dist.launch.console import DRAIN_SECS, Console, Unblocked, prepare_streams, print_lines, result_lines
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
+from tf2dist.launch.monitor import Caller
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
-from tf2dist.launch.run_state import Caller
 from tf2dist.launch.supervisor import supervise
-from tf2dist.linux import without_warnings
+from tf2dist.linux import child_environment, code_command, without_warnings
 from tf2dist.signals import Signals, StopRequests
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
@@ -354,3 +356,41 @@ def show_result(summary: dict[str, Any], run_dir: Path, console: Console) -> Non
         pass  # the reader has left; the run has ended well all the same
     except OSError as error:
         console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
+
+
+JOB_POLL_SECS = 0.1
+JOB_STOP_SECS = 2.0  # for a job to end what it has started
+# The command of a job. If its parent is killed, the kernel sends the job SIGTERM, so that it saves and ends in order.
+RUN_JOB = (
+    "from tf2dist import linux; linux.end_with_parent(int(sys.argv.pop(1)))\nfrom tf2dist.__main__ import main; main()"
+)
+
+
+def run_job(
+    arguments: list[str], received: list[int], output: IO[bytes], while_it_runs: Callable[[], None] = lambda: None
+) -> int:
+    """Runs a command of tf2dist to its end, or until a signal comes, which ends it at once; returns its exit code.
+
+    Args:
+        arguments: of the command.
+        received: the signals to this process, which grow while it runs.
+        output: a file for what it prints.
+        while_it_runs: called ten times a second.
+    """
+    command = code_command(RUN_JOB, str(os.getpid()), *arguments)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=child_environment())
+    while not received:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(JOB_POLL_SECS)
+            # A shell gives the same code for a process that a signal has killed.
+            return code if code >= 0 else 128 - code
+        while_it_runs()
+    # Ctrl-C on a terminal has reached the job, too, which begins to save. Two different signals ask for an end at once,
+    # see `signals.is_impatient`. What the kernel kills then leaves nothing behind, but is not waited for.
+    process.send_signal(signal.SIGINT)
+    for end in (process.terminate, process.kill):
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(JOB_STOP_SECS)
+            break
+    return 128 + received[0]

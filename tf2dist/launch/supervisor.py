@@ -18,9 +18,8 @@ from tf2dist.hosts.identity import identity_of, job_key
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.console import Console, last_evaluation
 from tf2dist.launch.launcher import Launcher, environment_of
-from tf2dist.launch.monitor import Monitor
+from tf2dist.launch.monitor import Caller, Monitor, Tasks
 from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
-from tf2dist.launch.run_state import Caller, Tasks
 from tf2dist.signals import StopRequests
 
 

@@ -21,8 +21,7 @@ from tf2dist.config.tree import from_yaml
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError
 from tf2dist.files import expand, is_path
 from tf2dist.launch.console import Console
-from tf2dist.launch.jobs import finished_summary
-from tf2dist.launch.run_dir import locked
+from tf2dist.launch.run_dir import finished_summary, locked
 from tf2dist.launch.single_run import Draw, check_local, checked, prepare, report, train
 from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
 from tf2dist.signals import Signals

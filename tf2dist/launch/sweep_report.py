@@ -24,7 +24,7 @@ from tf2dist import files
 from tf2dist.config.compose import overrides_of
 from tf2dist.config.sweeps import plain
 from tf2dist.launch.console import Console, print_lines, rate_text
-from tf2dist.launch.jobs import finished_summary
+from tf2dist.launch.run_dir import finished_summary
 
 RECORDS = ".jobs"  # in the folder of the sweep
 RESULTS = ("test_accuracy", "test_loss", "steps_per_sec", "wall_secs")

@@ -7,16 +7,54 @@ others are waiting for.
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskLostError, TrainingError
+from tf2dist.launch.failures import Kill
 from tf2dist.launch.launcher import KILL_TIMEOUT_SECS, Launcher
-from tf2dist.launch.run_state import Clock, Kill, TaskRecord
 from tf2dist.messages import Done, Event, LongCall, Ready, Silence, Stalled, Started
 from tf2dist.process.heartbeat import STACKS_SIGNAL
 
 SILENT_SECS = 2.5  # a task reports every second
+
+
+class Clock(Protocol):
+    """What the module `time` offers; a parameter, so that a test can pass a clock of its own."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment in the past; never goes back."""
+
+    def time(self) -> float:
+        """Seconds since 1970."""
+
+    def sleep(self, secs: float, /) -> None: ...
+
+
+# Only the monitor's thread reads and writes these records, so they need no lock.
+@dataclass
+class TaskRecord:
+    """One task of this host; a task that is started again has a new one.
+
+    Attributes:
+        heard_at: when it gave its last sign of life, in seconds of the monotonic clock. Later than now while a
+            silence that it has announced lasts.
+        ran_at: when its process was last seen running, not stopped.
+        is_done: whether it has reported that its work is complete.
+        has_exited: whether its process has ended.
+        kill: given if the launching process has killed it.
+    """
+
+    heard_at: float
+    ran_at: float
+    is_done: bool = False
+    has_exited: bool = False
+    kill: Kill | None = None
+
+    @property
+    def is_expected_to_live(self) -> bool:
+        return not self.has_exited and self.kill is None
 
 
 class LivenessTracker:

@@ -11,7 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 from tf2dist import files
-from tf2dist.launch.jobs import finished_summary
+from tf2dist.launch.run_dir import finished_summary
 from tf2dist.tools.comparing.matrix import Contender, ContenderRun
 from tf2dist.tools.comparing.options import Until
 from tf2dist.tools.comparing.running import RUNS, Outcome

@@ -19,7 +19,8 @@ from tf2dist import files
 from tf2dist.config.compose import in_quotes
 from tf2dist.errors import ConfigError, first_line
 from tf2dist.launch.console import Console, clock_text
-from tf2dist.launch.jobs import finished_summary, run_job
+from tf2dist.launch.run_dir import finished_summary
+from tf2dist.launch.single_run import run_job
 from tf2dist.tools.comparing.matrix import ContenderRun
 from tf2dist.tools.comparing.options import Until
 
