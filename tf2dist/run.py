@@ -2,8 +2,7 @@
 
 import contextlib
 import functools
-import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import keras
@@ -14,28 +13,28 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import check_keras
 from tf2dist.checkpoint.store import Checkpoints, NoSaver, Notify, Saver
 from tf2dist.cluster import reachability
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.location import check_shard
 from tf2dist.data.splits import Splits
 from tf2dist.errors import CheckpointError, Interrupted, reason_of
 from tf2dist.messages import ToLauncher
-from tf2dist.model.evaluate import Evaluation
-from tf2dist.model.source import Source, plain_model
+from tf2dist.model.source import plain_model
 from tf2dist.process import devices, heartbeat, profiling
-from tf2dist.process.sigterm import asked_to_stop, end_on_sigterm, stop_when_asked
+from tf2dist.process.sigterm import end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training import stragglers, timeline
-from tf2dist.training.driver import EpochDriver, Goal
+from tf2dist.training.driver import Driver, Epochs, Steps
 from tf2dist.training.evaluator import Evaluator, follow
 from tf2dist.training.finished_model import describe, write_model
-from tf2dist.training.hooks import Hooks, NoHooks
-from tf2dist.training.loop import Loop, PauseRequest, Progress, WorkersAway
+from tf2dist.training.hooks import NoHooks
+from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.parameter_server import serving
 from tf2dist.training.parameter_server.async_loop import AsyncLoop
 from tf2dist.training.parameter_server.batches import publish
 from tf2dist.training.parameter_server.sync_replicas import SyncReplicasLoop
 from tf2dist.training.report import NoReporter, Reporter
+from tf2dist.training.setup import TaskContext
 from tf2dist.training.synchronous.sync_loop import SyncLoop
 
 LOOPS: dict[str, Callable[..., Loop]] = {
@@ -45,23 +44,11 @@ LOOPS: dict[str, Callable[..., Loop]] = {
 }
 
 
-def run_task(
-    config: RunConfig,
-    cluster: Cluster,
-    task: Task,
-    source: Source,
-    run_dir: Path,
-    to_launcher: ToLauncher,
-    started_at: float,
-    hooks: Hooks,
-) -> None:
-    """Does what `task` has to do in `cluster`; the leader writes the result into `run_dir`.
+def run_task(context: TaskContext) -> None:
+    """Does what a task has to do in its cluster; the leader writes the result into `run_dir`."""
+    config, cluster, task, source = context.config, context.cluster, context.task, context.source
+    run_dir, to_launcher = context.run_dir, context.to_launcher
 
-    Args:
-        to_launcher: takes progress, lines for the user and the result.
-        started_at: `time.time()` of the user's command.
-        hooks: the way to callbacks; used by the leader if the source has a plan of epochs.
-    """
     # The devices, and a synchronous cluster: TensorFlow takes both only before its first operation. So they come before
     # the user's code, which may run operations in a plugin or when it makes the data.
     server_config = devices.configure(config.devices, cluster, task)
@@ -94,7 +81,7 @@ def run_task(
     if task.job == "evaluator":
         split = "validation" if "validation" in splits.evaluated else "test"
         evaluator = Evaluator(config, source, splits, to_launcher.warn)
-        with Reporter(run_dir, task, to_launcher, started_at) as writer:
+        with Reporter(run_dir, task, to_launcher, context.started_at) as writer:
             # A run that reaches its goal ends before train.steps, and its last checkpoint says so.
             has_goal = config.train.until_accuracy is not None or config.train.until_secs is not None
             asked_steps = None if has_goal else config.train.steps
@@ -109,22 +96,14 @@ def run_task(
         return
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker.
-    train(config, cluster, task, source, splits, run_dir, to_launcher, started_at, strategy, hooks)
+    train(context, splits, strategy)
 
 
-def train(
-    config: RunConfig,
-    cluster: Cluster,
-    task: Task,
-    source: Source,
-    splits: Splits,
-    run_dir: Path,
-    to_launcher: ToLauncher,
-    started_at: float,
-    strategy: tf.distribute.Strategy | None,
-    hooks: Hooks,
-) -> None:
-    """Trains to the result. See `run_task`; `strategy` is that of the cluster if this task has joined it already."""
+def train(context: TaskContext, splits: Splits, strategy: tf.distribute.Strategy | None) -> None:
+    """Trains to the result; `strategy` is that of the cluster if this task has joined it already."""
+    config, cluster, task, source = context.config, context.cluster, context.task, context.source
+    run_dir, to_launcher = context.run_dir, context.to_launcher
+
     # The run directory, which the leader reads and writes for all tasks.
     start: Snapshot | Weights | None = None
     saver, reporter = NoSaver(), NoReporter()
@@ -133,7 +112,7 @@ def train(
         start = first_snapshot(config, checkpoints, to_launcher.warn)
         checkpoints.clean()  # removes what a killed run has left; the launcher makes sure that no other run is here
         saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher)
-        reporter = Reporter(run_dir, task, to_launcher, started_at)
+        reporter = Reporter(run_dir, task, to_launcher, context.started_at)
 
     # The servers of a cluster with a coordinator, which must listen before it can use them.
     if cluster.has_coordinator:
@@ -149,7 +128,7 @@ def train(
             reporter.on_progress(progress)
 
         loop = LOOPS[config.mode](config, cluster, task, source, splits, start, on_progress, strategy)
-        reporter.follow(loop, config)
+        reporter.follow(loop)
         if task == cluster.leader:
             announce(loop, splits.note, run_dir, to_launcher)
 
@@ -162,14 +141,12 @@ def train(
 
         # The training. From now on there is something to save when the task is told to stop.
         stop_when_asked()
-        arguments = config, cluster, loop, saver, reporter, splits.evaluated, write_finished_model
+        hooks = context.hooks if task == cluster.leader else NoHooks()
+        length = functools.partial(Epochs, plan=source.plan, hooks=hooks) if source.plan else Steps
         wants_profile = config.profile and task == cluster.leader
         profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
         with saver, abandoning(loop, cluster), profile or contextlib.nullcontext():
-            if source.plan is None:
-                drive(*arguments)
-            else:
-                EpochDriver(*arguments, source.plan, hooks if task == cluster.leader else NoHooks()).drive()
+            Driver(loop, saver, reporter, splits.evaluated, length, write_finished_model).drive()
 
 
 def announce(loop: Loop, note: str, run_dir: Path, to_launcher: ToLauncher) -> None:
@@ -199,11 +176,7 @@ def abandoning(loop: Loop, cluster: Cluster) -> Iterator[None]:
 
 
 def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Notify) -> Snapshot | Weights | None:
-    """The snapshot from which the run goes on, or its first weights; None for those of the new model.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none of them can be used.
-    """
+    """The snapshot from which the run goes on, or its first weights; None for those of the new model."""
     snapshot = checkpoints.newest(warn)
     if snapshot or not config.init_from:
         return snapshot
@@ -213,66 +186,3 @@ def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Notify) ->
     # In another data format the same weights would belong to other pixels. Another epsilon does not matter to them.
     check_keras(source.facts.keras, KerasConfig(image_data_format=config.keras.image_data_format), "init_from")
     return source.weights()
-
-
-def drive(
-    config: RunConfig,
-    cluster: Cluster,
-    loop: Loop,
-    saver: NoSaver,
-    reporter: NoReporter,
-    splits: Collection[str],
-    write_finished_model: Callable[[], None],
-) -> None:
-    """Trains from the present step to the target, evaluates and reports the result.
-
-    Raises:
-        Interrupted: a task was asked to stop; the run is saved.
-    """
-    has_validation = "validation" in splits
-
-    def pause_request() -> PauseRequest:
-        stop = PauseRequest.STOP if asked_to_stop() else PauseRequest.NOTHING
-        return stop | (PauseRequest.SAVE if saver.due() else PauseRequest.NOTHING)
-
-    def stop_if(requested: PauseRequest) -> None:
-        if PauseRequest.STOP in requested:
-            saver.save(loop.freeze, stopping=True)
-            loop.finish(None)
-            raise Interrupted(signal.SIGTERM)
-
-    def evaluate(split: str) -> Evaluation:
-        try:
-            evaluation = loop.evaluate(split, pause_request)
-        except WorkersAway:
-            stop_if(PauseRequest.STOP)  # saves, and raises Interrupted
-            raise
-        reporter.on_evaluation(split, loop.progress.global_step, evaluation)
-        stop_if(loop.combine(pause_request()))
-        return evaluation
-
-    # Train; save and evaluate wherever that is due.
-    goal, target = Goal(config.train, splits, loop.broadcast), loop.target_step
-    evaluate_every, save_every = config.train.eval_every_steps or target, config.checkpoint.every_steps or target
-    while (step := loop.progress.global_step) < target:
-        boundaries = [(step // every + 1) * every for every in (evaluate_every, save_every)]
-        requested = loop.train(min(target, *boundaries), pause_request)
-        step = loop.progress.global_step
-        if PauseRequest.SAVE in requested or step == target or step % save_every == 0:
-            saver.save(loop.freeze)
-            heartbeat.progress()
-        stop_if(requested)
-        is_due = step < target and step % evaluate_every == 0 and has_validation
-        if is_due and (option := goal.reached(evaluate("validation"), reporter.training_secs)):
-            target = loop.target_step = step
-            reporter.set_target(step, ended_by=option)
-            saver.save(loop.freeze)
-
-    # The result.
-    loop.finalize()
-    validation = evaluate("validation") if has_validation else None
-    test = evaluate("test") if "test" in splits else None
-    saver.retry(target, loop.freeze)
-    write_finished_model()
-    reporter.on_result(config, cluster, loop, validation, test, saver.saved_step)
-    loop.finish(test or validation)

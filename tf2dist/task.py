@@ -29,6 +29,7 @@ from tf2dist.run import run_task
 from tf2dist.tf_internals import error_texts
 from tf2dist.training import stragglers
 from tf2dist.training.hooks import Hooks, LauncherHooks, NoHooks
+from tf2dist.training.setup import TaskContext
 
 
 class LossyLog(io.TextIOWrapper):
@@ -71,7 +72,8 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         if isinstance(source, ShippedSource) and not source.plan:
             predict_ranges(run_config, cluster, task, source, run_dir, to_launcher)
         else:
-            run_task(run_config, cluster, task, source, run_dir, to_launcher, payload["started_at"], hooks)
+            started_at = payload["started_at"]
+            run_task(TaskContext(run_config, cluster, task, source, run_dir, to_launcher, started_at, hooks))
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), as_own_error(error))

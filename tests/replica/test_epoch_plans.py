@@ -17,7 +17,7 @@ def test_a_validation_of_some_steps(async_loop: Any, publishing: Any, sync_worke
     assert expected[0]["val_loss"] != keras_fit(source_of("regression"))[0]["val_loss"]
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), expected)
     assert_same(sync_workers(train_in_sync, num_workers=1, args=(source, BATCH))[0], expected)
 
@@ -26,7 +26,7 @@ def test_a_validation_of_some_steps(async_loop: Any, publishing: Any, sync_worke
 def test_a_validation_in_some_epochs(freq: Any, validated: list[int], async_loop: Any, publishing: Any) -> None:
     source, config, hooks = source_of("regression", validation_freq=freq), config_of(BATCH), RecordingHooks()
     publishing(source.load())
-    drive(async_loop(config, 1, 1, source=source), config, source, hooks)
+    drive(async_loop(config, 1, 1, source=source), source, hooks)
     assert [epoch + 1 for kind, epoch, _, logs in hooks.calls if kind == "epoch" and "val_loss" in logs] == validated
 
 
@@ -34,6 +34,6 @@ def test_epochs_are_counted_from_the_initial_one(async_loop: Any, publishing: An
     source, config, hooks = source_of("regression", initial_epoch=1), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert [epoch for kind, epoch, *_ in hooks.calls if kind == "epoch"] == [1, 2]

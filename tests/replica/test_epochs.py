@@ -1,5 +1,6 @@
 """The history and the weights after some epochs in both modes equal those of `keras.Model.fit` on the same batches."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.training.driver import EpochDriver
+from tf2dist.training.driver import Driver, Epochs
 from tf2dist.training.hooks import Change
 from tf2dist.training.report import NoReporter
 
@@ -156,13 +157,11 @@ def config_of(batch_size: int) -> RunConfig:
     return config
 
 
-def drive(
-    loop: Any, config: RunConfig, source: InMemorySource, hooks: RecordingHooks, saver: NoSaver | None = None
-) -> None:
+def drive(loop: Any, source: InMemorySource, hooks: RecordingHooks, saver: NoSaver | None = None) -> None:
     assert source.plan
     splits = source.load().evaluated
-    known = saver or NoSaver(), NoReporter(), splits, lambda: None
-    EpochDriver(config, None, loop, *known, source.plan, hooks).drive()  # type: ignore[arg-type]
+    length = functools.partial(Epochs, plan=source.plan, hooks=hooks)
+    Driver(loop, saver or NoSaver(), NoReporter(), splits, length, lambda: None).drive()
 
 
 def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
@@ -178,7 +177,7 @@ def train_in_sync(
     loop = SyncLoop.build(
         config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None, worker.strategy
     )
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     return hooks.history(), weights_of(loop.model)
 
 
@@ -196,7 +195,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert [call[:3] for call in hooks.calls] == [
         ("begin", 0, 0),
@@ -210,7 +209,7 @@ def test_a_batch_may_be_larger_than_the_data(async_loop: Any, publishing: Any, s
     source, config, hooks = source_of("regression"), config_of(500), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     expected = keras_fit(source, 500)
     assert_same((hooks.history(), weights_of(loop.model)), expected)
     found, *_ = sync_workers(drive_in_sync, num_workers=3, args=("regression", 200))
@@ -235,7 +234,7 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     source, config, hooks = trained_before(tmp_path), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert loop.updates_applied() == 10 * EPOCHS
     saved = loop.snapshot()
@@ -254,7 +253,7 @@ def test_callbacks_are_told_the_metrics_of_a_loss_that_is_not_finite(publishing:
     config, hooks = config_of(BATCH), RecordingHooks()
     publishing(source.load())
     with pytest.raises(NotFiniteError):
-        drive(async_loop(config, 1, 1, source=source), config, source, hooks)
+        drive(async_loop(config, 1, 1, source=source), source, hooks)
     kind, epoch, _, logs = hooks.calls[-1]
     assert (kind, epoch) == ("not finite", 0)
     assert logs.keys() == {f"{part}{name}" for part in ("", "val_") for name in ("loss", "mae", "accuracy")}
@@ -275,9 +274,9 @@ def test_no_epoch_begins_in_a_resumed_run_that_a_callback_had_ended(
     source, config, saver = trained_before(tmp_path), config_of(BATCH), Keeping()
     publishing(source.load())
     hooks = RecordingHooks({("epoch", 0): Change(stop=True)})
-    drive(async_loop(config, 1, 1, source=source), config, source, hooks, saver)
+    drive(async_loop(config, 1, 1, source=source), source, hooks, saver)
     again = RecordingHooks()
-    drive(async_loop(config, 1, 1, source=source, start=saver.kept), config, source, again)
+    drive(async_loop(config, 1, 1, source=source, start=saver.kept), source, again)
     assert [call[:3] for call in again.calls] == [("begin", EPOCHS, 10), ("end", 1, 10)]
 
 
@@ -324,7 +323,7 @@ def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]
     loop = SyncLoop.build(
         config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None, worker.strategy
     )
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     return [(kind, epoch, step, sorted(logs)) for kind, epoch, step, logs in hooks.calls]
 
 

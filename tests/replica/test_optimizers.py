@@ -132,7 +132,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 2, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(name))
     assert ("ScheduleFreeAdamW" in loop.advice.note) == (name == "ScheduleFreeAdamW"), loop.advice
 

@@ -251,11 +251,11 @@ def test_optimizers_of_compiled_models(name: str, async_loop: MakeLoop, publishi
         return
     loop = async_loop(config, 1, source=source)
     assert any(len(parts_of(variable)) > 1 for variable in loop.model.trainable_variables)
-    drive(loop, config, source, RecordingHooks())
+    drive(loop, source, RecordingHooks())
     result = weights_of(loop.model), taken(loop)
     config.cluster.placement = "balanced"
     whole = async_loop(config, 1, source=source)
-    drive(whole, config, source, RecordingHooks())
+    drive(whole, source, RecordingHooks())
     for one, other in zip(result[0], weights_of(whole.model), strict=True):
         np.testing.assert_array_equal(one, other)
     assert_same_arrays(result[1], taken(whole), STATE)

@@ -37,7 +37,7 @@ def test_tensorboard_shows_more_than_the_loss(
     config.train.steps, config.optimizer["schedule"] = 60, schedule
     loop, sent = async_loop(config), list[Any]()
     with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 0.0) as reporter:
-        reporter.follow(loop, config)
+        reporter.follow(loop)
         for step in (30, 60):
             loop.train(step)
             reporter.on_progress(loop.progress)

@@ -103,7 +103,7 @@ def test_one_asynchronous_worker_equals_keras(load: Any, async_loop: Any, publis
     source, config, hooks = ending(load, 1), config_of(BATCH), RecordingHooks()
     loop = async_loop(config, 1, 1, source=source)
     publishing(source.load())
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source, load(Shard(0, 1, SEED, BATCH))))
 
 
@@ -112,7 +112,7 @@ def test_three_asynchronous_workers_read_every_batch_once_in_an_epoch(async_loop
     source, config, hooks = ending(of_unknown_length, 3), config_of(BATCH), RecordingHooks()
     loop = async_loop(config, 3, 2, source=source)
     publishing(source.load(), range(3))
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     epochs = [step for kind, _, step, _ in hooks.calls if kind == "epoch"]
     assert epochs == [sum(LENGTHS), 2 * sum(LENGTHS), 3 * sum(LENGTHS)]
     assert loop.progress.local_steps == tuple(EPOCHS * length for length in LENGTHS)

@@ -110,7 +110,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
     assert len(loop.step.tables) == ("many" in name)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source, source.loader(Shard(0, 1, SEED, BATCH))))
 
 
@@ -254,7 +254,7 @@ def test_one_asynchronous_worker_validates_on_a_stream_as_keras(async_loop: Any,
     source, config, hooks = validated(1), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit_and_validate(source, 1))
 
 

@@ -109,7 +109,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     source, config, hooks = streamed(*CASES[name], 1, steps=7), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source, source.loader(Shard(0, 1, SEED, BATCH))))
 
 
@@ -123,7 +123,7 @@ def drive_in_sync(worker: SyncWorker, source: Streamed, start: Snapshot | None =
     if until:
         loop.train(until)
         return loop.snapshot()
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     return hooks.history(), weights_of(loop.model), loop.progress
 
 

@@ -118,7 +118,7 @@ def test_one_asynchronous_worker_equals_keras(
     config.train.steps_per_execution = steps_per_call
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, config, source, hooks)
+    drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(TABLES[name]))
     assert loop.progress.examples == EPOCHS * NUM_TRAINED[name]
 

@@ -1,20 +1,20 @@
-"""Drives a run through its epochs, as `keras.Model.fit` does, and says when it ends before its last step.
+"""Drives a run to its end, and says how far it goes: some steps, or the epochs of `keras.Model.fit`.
 
-Each epoch ends with its metrics, its validation and its callbacks. What ends a training early are the options
-train.until_accuracy and train.until_secs.
+A run of steps evaluates every so many of them, and the options train.until_accuracy and train.until_secs may end it
+early. An epoch ends with its metrics, its validation and its callbacks, which may end the run, too.
 """
 
 import math
 import signal
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
-from tf2dist.checkpoint.snapshot import Frozen, Snapshot
+from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.checkpoint.store import NoSaver
-from tf2dist.cluster.spec import Cluster
-from tf2dist.config.schema import RunConfig, TrainConfig
+from tf2dist.config.schema import TrainConfig
 from tf2dist.errors import ConfigError, Interrupted, NotFiniteError
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.source import EpochPlan
@@ -28,6 +28,217 @@ from tf2dist.training.report import NoReporter
 METRICS, STOPPED, RATES = "epoch/metrics", "epoch/stopped", "epoch/learning_rate"  # the names of arrays in a snapshot
 CALLBACKS = "callbacks/"
 ANSWER_SECS = 1.0  # the longest time between two signs to the other workers that the callbacks are still running
+
+
+class Driver:
+    """Trains from the present step to the end of the run, saves on the way, and reports the result.
+
+    Every task that drives the training has one, and all of them make the same calls in the same order: with mode=sync
+    most of these calls wait for the other workers.
+
+    Args:
+        splits: the names of those that can be evaluated.
+        make_length: makes the length of the run for this driver.
+        write_finished_model: called once, when the model has its final weights; writes it on the leader alone.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        saver: NoSaver,
+        reporter: NoReporter,
+        splits: Collection[str],
+        make_length: Callable[["Driver"], "Length"],
+        write_finished_model: Callable[[], None],
+    ) -> None:
+        self.loop, self.reporter, self.splits = loop, reporter, splits
+        self._saver, self._write_finished_model = saver, write_finished_model
+        self._length = make_length(self)
+
+    def drive(self) -> None:
+        """Trains, evaluates and reports the result.
+
+        Raises:
+            Interrupted: a task was asked to stop; the run is saved.
+            NotFiniteError: the loss is not finite.
+        """
+        try:
+            self._train()
+            self._finish()
+        except NotFiniteError:
+            self._length.on_not_finite()
+            raise
+
+    def _train(self) -> None:
+        loop, length, save_every = self.loop, self._length, self.loop.config.checkpoint.every_steps
+        length.begin()
+        while (stop := length.next_stop(loop.progress.global_step)) is not None:
+            if save_every:
+                stop = min(stop, next_multiple(save_every, loop.progress.global_step))
+            requested = loop.train(stop, self._pause_request)
+            heartbeat.progress()
+            has_ended, step = length.on_stop(requested), loop.progress.global_step
+            is_due = PauseRequest.SAVE in requested or (save_every and step % save_every == 0)
+            if is_due or has_ended or step == loop.target_step:
+                self.save()
+            self._stop_if(requested)
+            length.evaluate()
+
+    def _finish(self) -> None:
+        """Sets the final weights of the model, and reports the result."""
+        loop, length, step = self.loop, self._length, self.loop.progress.global_step
+        self.end_at(step)
+        loop.finalize()
+        length.finish()
+        test = self.evaluate("test") if "test" in self.splits else None
+        self._saver.retry(step, self._freeze)
+        self._write_finished_model()
+        self.reporter.on_result(length.validation, test, self._saver.saved_step, length.num_epochs)
+        loop.finish(test or length.validation or length.trained)
+
+    def end_at(self, step: int, ended_by: str = "") -> None:
+        """Ends the run at another step than planned; `ended_by`: the option that does."""
+        self.loop.target_step = step
+        self.reporter.set_target(step, ended_by)
+
+    def evaluate(self, split: str) -> Evaluation:
+        """Evaluates a split, and stops the run if that was requested meanwhile."""
+        try:
+            evaluation = self.loop.evaluate(split, self._pause_request)
+        except WorkersAway:
+            self.stop()
+        is_told = self._length.tells_metrics
+        self.reporter.on_evaluation(split, self.loop.progress.global_step, evaluation, is_told)
+        # All tasks must stop together, and each may have got its signal at another moment of the evaluation.
+        self._stop_if(self.loop.combine(self._pause_request()))
+        return evaluation
+
+    def _pause_request(self) -> PauseRequest:
+        stop = PauseRequest.STOP if asked_to_stop() else PauseRequest.NOTHING
+        return stop | self._length.request() | (PauseRequest.SAVE if self._saver.due() else PauseRequest.NOTHING)
+
+    def _freeze(self) -> Frozen:
+        return self.loop.freeze(self._length.arrays())
+
+    def save(self) -> None:
+        """Saves the run as it is now."""
+        self._saver.save(self._freeze)
+        heartbeat.progress()
+
+    def _stop_if(self, requested: PauseRequest) -> None:
+        if PauseRequest.STOP in requested:
+            self.stop()
+
+    def stop(self) -> NoReturn:
+        """Saves the run, and ends it before its last step."""
+        self._saver.save(self._freeze, stopping=True)
+        self.loop.finish(None)
+        raise Interrupted(signal.SIGTERM)
+
+
+def next_multiple(every: int, step: int) -> int:
+    """The first multiple of a number of steps after a step."""
+    return (step // every + 1) * every
+
+
+class Length:
+    """The length of a run: where the driver stops on the way to its end, and what is to be done there.
+
+    Attributes:
+        tells_metrics: whether the user is told of evaluations by somebody else.
+        validation: the last evaluation on the validation set; None if there was none.
+        trained: the metrics of the last epoch's training; None if there are no epochs.
+        num_epochs: the epochs that have ended; None if the examples tell.
+    """
+
+    tells_metrics = False
+    validation: Evaluation | None = None
+    trained: Evaluation | None = None
+    num_epochs: int | None = None
+
+    def begin(self) -> None:
+        """Called before the first step."""
+
+    def next_stop(self, step: int) -> int | None:
+        """The first step from `step` on at which something is to be done; None at the end of the run."""
+        raise NotImplementedError
+
+    def on_stop(self, requested: PauseRequest) -> bool:
+        """Called at a stop, or earlier if a task has requested something; returns whether a callback ends the run."""
+        return False
+
+    def evaluate(self) -> None:
+        """Called when a stop is over, and what was due is saved."""
+
+    def request(self) -> PauseRequest:
+        """The request of this task's callbacks."""
+        return PauseRequest.NOTHING
+
+    def arrays(self) -> NamedArrays:
+        """The arrays that every snapshot keeps."""
+        return {}
+
+    def finish(self) -> None:
+        """Called when the model has its final weights, before the test set is evaluated."""
+
+    def on_not_finite(self) -> None:
+        """Called when this task ends because the loss is not finite."""
+
+
+class Steps(Length):
+    """The length of a run in steps; every so many of them the validation set is evaluated."""
+
+    def __init__(self, driver: Driver) -> None:
+        config = driver.loop.config.train
+        self._driver, self._evaluate_every = driver, config.eval_every_steps
+        self._condition = StopCondition(config, driver.splits, driver.loop.broadcast)
+
+    def next_stop(self, step: int) -> int | None:
+        if step >= (target := self._driver.loop.target_step):
+            return None
+        return min(target, next_multiple(self._evaluate_every or target, step))
+
+    def evaluate(self) -> None:
+        driver, step = self._driver, self._driver.loop.progress.global_step
+        is_due = self._evaluate_every and step % self._evaluate_every == 0 and step < driver.loop.target_step
+        if not is_due or "validation" not in driver.splits:
+            return
+        if option := self._condition.reached(driver.evaluate("validation"), driver.reporter.training_secs):
+            driver.end_at(step, option)
+            driver.save()
+
+    def finish(self) -> None:
+        if "validation" in self._driver.splits:
+            self.validation = self._driver.evaluate("validation")
+
+
+class StopCondition:
+    """Decides after each evaluation on the validation set whether the training ends there.
+
+    Args:
+        splits: the names of those that can be evaluated.
+        broadcast: see `loop.Loop`. Each worker has a clock of its own, so the leader's decides.
+    """
+
+    def __init__(self, config: TrainConfig, splits: Collection[str], broadcast: Callable[[bytes], bytes]) -> None:
+        self._accuracy, self._secs, self._broadcast = config.until_accuracy, config.until_secs, broadcast
+        given = {"train.until_accuracy": self._accuracy, "train.until_secs": self._secs}
+        for name, value in given.items():
+            if value is not None and "validation" not in splits:
+                raise ConfigError(f"{name} ({value}): the data has no validation set; leave it out")
+
+    def reached(self, evaluation: Evaluation, training_secs: float) -> str:
+        """The option that ends the training now, "" for none; all tasks that drive the training must call this."""
+        if self._accuracy is not None:
+            if "accuracy" not in evaluation.metrics:
+                raise ConfigError(
+                    f"train.until_accuracy ({self._accuracy}): the model has no accuracy; give train.steps instead"
+                )
+            if evaluation.metrics["accuracy"] >= self._accuracy:
+                return f"train.until_accuracy={self._accuracy}"
+        if self._secs is not None and self._broadcast(bytes([training_secs >= self._secs])) == b"\1":
+            return f"train.until_secs={self._secs}"
+        return ""
 
 
 @dataclass
@@ -64,7 +275,7 @@ class EpochState:
         )
 
     def arrays(self, metrics: np.ndarray) -> NamedArrays:
-        """What a snapshot keeps.
+        """The arrays that a snapshot keeps.
 
         Args:
             metrics: the sums of the metrics now.
@@ -79,139 +290,93 @@ class EpochState:
         return own | {f"{CALLBACKS}{name}": array for name, array in self.callbacks.items()}
 
 
-class EpochDriver:
-    """Trains epoch by epoch to the end of the plan, or until a callback ends the run.
-
-    Every task that drives the training has one, and all of them make the same calls in the same order: with mode=sync
-    most of these calls wait for the other workers.
+class Epochs(Length):
+    """The length of a call of `fit`: to the end of its plan, or until a callback ends the run.
 
     Args:
-        splits: the names of those that can be evaluated.
-        write_finished_model: called once, when the model has its final weights; writes it on the leader alone.
+        hooks: the way to the callbacks; on other tasks than the leader there are none.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        cluster: Cluster,
-        loop: Loop,
-        saver: NoSaver,
-        reporter: NoReporter,
-        splits: Collection[str],
-        write_finished_model: Callable[[], None],
-        plan: EpochPlan,
-        hooks: Hooks,
-    ) -> None:
-        self._config, self._cluster, self._plan, self._loop = config, cluster, plan, loop
-        self._saver, self._reporter, self._hooks, self._splits = saver, reporter, hooks, splits
-        self._write_finished_model = write_finished_model
-        self._state = EpochState.of(plan, loop)
-        self._validation: Evaluation | None = None
+    tells_metrics = True  # the caller of `fit` tells them with the other metrics of the epoch
+
+    def __init__(self, driver: Driver, plan: EpochPlan, hooks: Hooks) -> None:
+        self._driver, self._loop, self._plan, self._hooks = driver, driver.loop, plan, hooks
+        self._state = EpochState.of(plan, self._loop)
         self._has_told = False
-        self._last = Evaluation({"loss": math.nan}, 0)  # the metrics of the last epoch's training
-        self._rates = LearningRates(loop.optimizer, loop.earlier_updates)
+        self.trained = Evaluation({"loss": math.nan}, 0)
+        self._rates = LearningRates(self._loop.optimizer, self._loop.earlier_updates)
 
-    def drive(self) -> None:
-        """Trains, evaluates and reports the result.
-
-        Raises:
-            Interrupted: a task was asked to stop; the run is saved.
-            NotFiniteError: the loss is not finite; the callbacks are told the metrics.
-        """
-        try:
-            self._drive()
-        except NotFiniteError:
-            self._tell_not_finite()
-            raise
-
-    def _drive(self) -> None:
-        loop, target = self._loop, self._loop.target_step
+    def begin(self) -> None:
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
         self._apply(Change(learning_rates=self._state.learning_rates))
-        has_ended = self._is_ended(self._call("begin", {}))
+        self._note_end(self._call("begin", {}))
 
-        # An epoch takes several turns if a checkpoint or a callback interrupts it.
-        while not has_ended and self._state.position.epoch < self._plan.epochs and self._epoch_end() <= target:
-            epoch_end = self._epoch_end()
-            requested = self._train(epoch_end)
-            ends_early = PauseRequest.CHANGE in requested and self._call("pause", {}).stop
-            # The callbacks come before the checkpoint, which must hold what they have changed: a resumed run does not
-            # call them again.
-            if ends_early or loop.epoch_has_ended or loop.progress.global_step == epoch_end:
-                has_ended = self._end_epoch()
-            is_due = PauseRequest.SAVE in requested or self._is_multiple(self._config.checkpoint.every_steps)
-            if is_due or has_ended or loop.progress.global_step == target:
-                self._save()
-            self._stop_if(requested)
-        self._finish()
+    def next_stop(self, step: int) -> int | None:
+        """The end of the epoch, which takes several turns if a checkpoint or a callback interrupts it."""
+        epoch = self._state.position.epoch
+        end = self._state.position.end_of(epoch)
+        is_over = self._state.has_stopped or epoch >= self._plan.epochs or end > self._loop.target_step
+        return None if is_over else end
 
-    def _epoch_end(self) -> int:
-        return self._state.position.end_of(self._state.position.epoch)
+    def request(self) -> PauseRequest:
+        return PauseRequest.CHANGE if self._hooks.wanted() else PauseRequest.NOTHING
 
-    def _train(self, until_step: int) -> PauseRequest:
-        """Trains to the step, or to an earlier one at which a checkpoint is due."""
-        step, every = self._loop.progress.global_step, self._config.checkpoint.every_steps
-        if every:
-            until_step = min(until_step, (step // every + 1) * every)
-        requested = self._loop.train(until_step, self._pause_request)
-        heartbeat.progress()
-        return requested
+    def arrays(self) -> NamedArrays:
+        return self._state.arrays(self._loop.progress.metrics)
 
-    def _pause_request(self) -> PauseRequest:
-        stop = PauseRequest.STOP if asked_to_stop() else PauseRequest.NOTHING
-        save = PauseRequest.SAVE if self._saver.due() else PauseRequest.NOTHING
-        return stop | save | (PauseRequest.CHANGE if self._hooks.wanted() else PauseRequest.NOTHING)
+    def on_stop(self, requested: PauseRequest) -> bool:
+        # The callbacks come before the checkpoint, which must hold what they have changed: a resumed run does not call
+        # them again.
+        ends_early = PauseRequest.CHANGE in requested and self._call("pause", {}).stop
+        loop, position = self._loop, self._state.position
+        if ends_early or loop.epoch_has_ended or loop.progress.global_step == position.end_of(position.epoch):
+            self._end_epoch()
+        return self._state.has_stopped
 
-    def _is_multiple(self, every: int | None) -> bool:
-        return every is not None and self._loop.progress.global_step % every == 0
-
-    def _end_epoch(self) -> bool:
-        """Validates, calls the callbacks and moves on to the next epoch; returns whether the run has ended."""
+    def _end_epoch(self) -> None:
+        """Validates, calls the callbacks and moves on to the next epoch."""
         loop, state = self._loop, self._state
         self._tell_unread()
-        self._reporter.show_progress()  # before the caller of `fit` tells of the end of the epoch
+        self._driver.reporter.show_progress()  # before the caller of `fit` tells of the end of the epoch
         logs = loop.metrics.results(loop.progress.metrics - state.before)
-        self._last = Evaluation(logs, loop.progress.examples)
-        if self._plan.validates(state.position.epoch) and "validation" in self._splits:
-            self._validation = self._evaluate("validation")
-            logs = logs | {f"val_{name}": value for name, value in self._validation.metrics.items()}
-        has_ended = self._is_ended(self._call("epoch", logs))
+        self.trained = Evaluation(logs, loop.progress.examples)
+        if self._validates():
+            self.validation = self._driver.evaluate("validation")
+            logs = logs | {f"val_{name}": value for name, value in self.validation.metrics.items()}
+        self._note_end(self._call("epoch", logs))
         # Only now: a run that is stopped while its callbacks work is saved at the end of this epoch and, when it is
         # resumed, calls them again.
         state.position = state.position.next(loop.progress.global_step)
         state.before = loop.progress.metrics
         if loop.sharding.ends_with_data:
             loop.begin_epoch()
-        return has_ended
 
-    def _tell_not_finite(self) -> None:
+    def _validates(self) -> bool:
+        return self._plan.validates(self._state.position.epoch) and "validation" in self._driver.splits
+
+    def on_not_finite(self) -> None:
         """Tells the callbacks the metrics of the epoch, without waiting: this task ends with an error."""
-        progress, epoch = self._loop.progress, self._state.position.epoch
+        progress = self._loop.progress
         logs = self._loop.metrics.results(progress.metrics - self._state.before)
-        if self._plan.validates(epoch) and "validation" in self._splits:
-            names = self._validation.metrics if self._validation else logs
+        if self._validates():
+            names = self.validation.metrics if self.validation else logs
             logs |= {f"val_{name}": math.nan for name in names}
-        self._hooks.post("not finite", epoch, progress.global_step, logs, (), dict, {})
+        self._hooks.post("not finite", self._state.position.epoch, progress.global_step, logs, (), dict, {})
 
     def _tell_unread(self) -> None:
         """Tells once that the end of one worker's data has left batches of others out."""
         if (unread := self._loop.num_unread) and not self._has_told:
             self._has_told = True
-            self._reporter.note(
+            self._driver.reporter.note(
                 f"epoch {self._state.position.epoch + 1} ended with the data of one worker; batches of {unread} others "
                 "were left out; give all workers equally many"
             )
 
-    def _is_ended(self, change: Change) -> bool:
+    def _note_end(self, change: Change) -> None:
         self._state.has_stopped = self._state.has_stopped or change.stop
-        return self._state.has_stopped
 
     def _call(self, kind: str, logs: dict[str, float]) -> Change:
-        """Calls the callbacks and carries out what they want, on all tasks at the same step.
-
-        Raises:
-            Interrupted: a task was asked to stop meanwhile; the run is saved.
-        """
+        """Calls the callbacks and carries out what they want, on all tasks at the same step."""
         loop, step = self._loop, self._loop.progress.global_step
         # A resumed run that a callback had ended has no epoch any more that could begin.
         is_over = kind == "begin" and self._state.has_stopped
@@ -223,7 +388,7 @@ class EpochDriver:
         self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
         change = self._answer()
         if change.is_interrupted:
-            self._stop_if(PauseRequest.STOP)
+            self._driver.stop()
         self._apply(change)
         if change.state is not None:
             self._state.callbacks = change.state
@@ -235,7 +400,7 @@ class EpochDriver:
             self._state.learning_rates = change.learning_rates
             # The object made before has read the rates once and for all.
             self._rates = LearningRates(self._loop.optimizer, self._loop.earlier_updates)
-            self._reporter.set_learning_rates(self._rates)
+            self._driver.reporter.set_learning_rates(self._rates)
 
     def _answer(self) -> Change:
         """What the leader's callbacks want; waits for it on all tasks."""
@@ -252,87 +417,9 @@ class EpochDriver:
             if packed:
                 return answer or Change.from_bytes(packed)
 
-    def _evaluate(self, split: str) -> Evaluation:
-        try:
-            evaluation = self._loop.evaluate(split, self._pause_request)
-        except WorkersAway:
-            self._stop_if(PauseRequest.STOP)  # saves, and raises Interrupted
-            raise
-        # The caller of `fit` tells of it with the other metrics of the epoch.
-        self._reporter.on_evaluation(split, self._loop.progress.global_step, evaluation, is_told=True)
-        # All tasks must stop together, and each may have got its signal at another moment of the evaluation.
-        self._stop_if(self._loop.combine(self._pause_request()))
-        return evaluation
-
-    def _freeze(self) -> Frozen:
-        frozen, own = self._loop.freeze(), self._state.arrays(self._loop.progress.metrics)
-
-        def fetch() -> Snapshot:
-            snapshot = frozen()
-            return replace(snapshot, arrays=snapshot.arrays | own)
-
-        return fetch
-
-    def _save(self) -> None:
-        self._saver.save(self._freeze)
-        heartbeat.progress()
-
-    def _stop_if(self, requested: PauseRequest) -> None:
-        if PauseRequest.STOP in requested:
-            self._saver.save(self._freeze, stopping=True)
-            self._loop.finish(None)
-            raise Interrupted(signal.SIGTERM)
-
-    def _finish(self) -> None:
-        """Sets the final weights of the model, and reports the result."""
-        loop, step = self._loop, self._loop.progress.global_step
-        loop.target_step = step  # a callback may have ended the run early
-        self._reporter.set_target(step)
-        loop.finalize()
+    def finish(self) -> None:
         # Callbacks may still set weights here, so what is evaluated, saved and written comes after.
         self._call("end", {})
-        test = self._evaluate("test") if "test" in self._splits else None
-        self._saver.save(self._freeze)
-        self._saver.retry(step, self._freeze)
-        epochs = self._state.position.epoch - self._plan.initial_epoch if loop.sharding.ends_with_data else None
-        self._write_finished_model()
-        self._reporter.on_result(
-            self._config, self._cluster, loop, self._validation, test, self._saver.saved_step, epochs
-        )
-        loop.finish(test or self._validation or self._last)
-
-
-class Goal:
-    """Decides after each evaluation on the validation set whether the training ends there.
-
-    Args:
-        splits: the names of those that can be evaluated.
-        broadcast: see `loop.Loop`. Each worker has a clock of its own, so the leader's decides.
-
-    Raises:
-        ConfigError: there is a goal, and no validation set.
-    """
-
-    def __init__(self, config: TrainConfig, splits: Collection[str], broadcast: Callable[[bytes], bytes]) -> None:
-        self._accuracy, self._secs, self._broadcast = config.until_accuracy, config.until_secs, broadcast
-        given = {"train.until_accuracy": self._accuracy, "train.until_secs": self._secs}
-        for name, value in given.items():
-            if value is not None and "validation" not in splits:
-                raise ConfigError(f"{name} ({value}): the data has no validation set; leave it out")
-
-    def reached(self, evaluation: Evaluation, training_secs: float) -> str:
-        """The option that ends the training now, "" for none; all tasks that drive the training must call this.
-
-        Raises:
-            ConfigError: there is a goal for the accuracy, and the model has none.
-        """
-        if self._accuracy is not None:
-            if "accuracy" not in evaluation.metrics:
-                raise ConfigError(
-                    f"train.until_accuracy ({self._accuracy}): the model has no accuracy; give train.steps instead"
-                )
-            if evaluation.metrics["accuracy"] >= self._accuracy:
-                return f"train.until_accuracy={self._accuracy}"
-        if self._secs is not None and self._broadcast(bytes([training_secs >= self._secs])) == b"\1":
-            return f"train.until_secs={self._secs}"
-        return ""
+        self._driver.save()
+        if self._loop.sharding.ends_with_data:
+            self.num_epochs = self._state.position.epoch - self._plan.initial_epoch

@@ -9,8 +9,9 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ import numpy as np
 
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Facts, Frozen, InputFacts, Snapshot
 from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_position, names_by_row
+from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.data.passes import AggregatedSharding, NumberedSteps, Sharding
@@ -211,6 +213,7 @@ class Loop(abc.ABC):
 
     Attributes:
         mode: the option.
+        cluster: with all tasks.
         leads: whether this task is the leader.
         earlier_updates: the updates that the optimizer had applied before this run.
         start: the snapshot that the run continues from, without the variables of the model and of the
@@ -222,6 +225,7 @@ class Loop(abc.ABC):
     """
 
     mode: str
+    cluster: Cluster
     leads: bool
     progress: Progress
 
@@ -303,8 +307,8 @@ class Loop(abc.ABC):
     def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
         """The position of the input, and what the mode saves of its own, by its name in a snapshot."""
 
-    def freeze(self) -> Frozen:
-        """The state at `progress.global_step`. Only for the leader."""
+    def freeze(self, others: Mapping[str, np.ndarray] = MappingProxyType({})) -> Frozen:
+        """The state at `progress.global_step`, with the arrays `others` beside it. Only for the leader."""
         position, own = self._state()
         facts = Facts(
             mode=self.mode,
@@ -320,7 +324,7 @@ class Loop(abc.ABC):
         )
         if self.earlier_updates:
             own[EARLIER_ARRAY] = np.array(self.earlier_updates)
-        step, own, fetch = self.progress.global_step, self._trained | own, self._freeze_arrays()
+        step, own, fetch = self.progress.global_step, {**self._trained, **own, **others}, self._freeze_arrays()
         return lambda: Snapshot(step, fetch() | own, facts)
 
     def snapshot(self) -> Snapshot:

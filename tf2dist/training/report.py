@@ -10,7 +10,7 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.spec import Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ToLauncher, metrics_text
@@ -85,7 +85,7 @@ class NoReporter:
     def set_learning_rates(self, rates: LearningRates) -> None:
         """Tells the reporter that a callback has set other learning rates."""
 
-    def follow(self, loop: Loop, config: RunConfig) -> None:
+    def follow(self, loop: Loop) -> None:
         """Reports on this loop from now on."""
 
     def __enter__(self) -> Self:
@@ -106,18 +106,15 @@ class NoReporter:
 
     def on_result(
         self,
-        config: RunConfig,
-        cluster: Cluster,
-        loop: Loop,
         validation: Evaluation | None,
         test: Evaluation | None,
         saved_step: int | None,
-        epochs: int | None = None,
+        num_epochs: int | None = None,
     ) -> None:
         """Sends the content of summary.json to the launcher, which adds what it alone knows.
 
         Args:
-            epochs: that have ended; None if the examples tell.
+            num_epochs: the epochs that have ended; None if the examples tell.
         """
 
 
@@ -155,12 +152,12 @@ class Reporter(NoReporter):
         for writer in self._writers:
             writer.close()
 
-    def follow(self, loop: Loop, config: RunConfig) -> None:
+    def follow(self, loop: Loop) -> None:
         self._loop, self.target_step = loop, loop.target_step
         self._rates = LearningRates(loop.optimizer, loop.earlier_updates)
         # The display and the files are served at different times, so each has its own last reading.
         self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
-        self._about = About(summary_of(loop.model), hparams_of(config))
+        self._about = About(summary_of(loop.model), hparams_of(loop.config))
 
     def set_target(self, step: int, ended_by: str = "") -> None:
         if ended_by:
@@ -228,15 +225,14 @@ class Reporter(NoReporter):
 
     def on_result(
         self,
-        config: RunConfig,
-        cluster: Cluster,
-        loop: Loop,
         validation: Evaluation | None,
         test: Evaluation | None,
         saved_step: int | None,
-        epochs: int | None = None,
+        num_epochs: int | None = None,
     ) -> None:
-        progress, rate = loop.progress, self.steps_per_sec()
+        assert self._loop, "follow was called"
+        loop, config, rate = self._loop, self._loop.config, self.steps_per_sec()
+        progress = loop.progress
         self.show_progress()  # with the rate of the summary, also if the run has ended before its last step
         summary = {
             "mode": config.mode,
@@ -245,13 +241,13 @@ class Reporter(NoReporter):
             "optimizer": config.optimizer["name"],
             "data": config.data.name,
             "seed": config.seed,
-            "cluster": {"worker": cluster.num_workers, "ps": cluster.num_ps},
+            "cluster": {"worker": loop.cluster.num_workers, "ps": loop.cluster.num_ps},
             "target_step": self.target_step,
             "global_step": progress.global_step,
             "saved_step": saved_step,
             "updates_applied": loop.updates_applied(),
             "examples_seen": progress.examples,
-            "epochs": round(progress.examples / loop.sharding.num_examples, 4) if epochs is None else epochs,
+            "epochs": round(progress.examples / loop.sharding.num_examples, 4) if num_epochs is None else num_epochs,
             **results_of(validation, test),
             "steps_per_sec": round(rate, 2) if rate else None,
             "examples_per_sec": round(self._examples / self.training_secs, 1) if rate else None,

@@ -58,7 +58,7 @@ class PsLoop(Loop):
     leads = True
 
     def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
-        self._cluster, self._coordinator = cluster, run.coordinator
+        self.cluster, self._coordinator = cluster, run.coordinator
         self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
         self.read_all = functools.cache(lambda: PackedRead(run.named, run.graphs.servers, self.by_row, config.run_dir))
         graphs, self._stream = run.graphs, run.graphs.splits.validation_stream
@@ -165,10 +165,10 @@ class PsLoop(Loop):
         return packed
 
     def finish(self, result: Evaluation | None) -> None:
-        send_shutdown(self._cluster, {"final": result.headline if result else None}, SHUTDOWN_TIMEOUT_SECS)
+        send_shutdown(self.cluster, {"final": result.headline if result else None}, SHUTDOWN_TIMEOUT_SECS)
 
     def abandon(self, reason: str) -> None:
-        send_shutdown(self._cluster, {"failure": reason}, SHUTDOWN_TIMEOUT_SECS)
+        send_shutdown(self.cluster, {"failure": reason}, SHUTDOWN_TIMEOUT_SECS)
 
 
 class AsyncRule(UpdateRule):

@@ -39,7 +39,8 @@ class SyncLoop(Loop):
     mode = "sync"
 
     def __init__(self, config: RunConfig, run: SyncRun, splits: data.Splits, report: Report) -> None:
-        self._workers, self._splits, self._origin = run.workers, splits, run.origin
+        self.cluster, self._workers = run.workers.cluster, run.workers
+        self._splits, self._origin = splits, run.origin
         self._graphs, self._optimizer, self._feed = run.graphs, run.optimizer, run.feed
         super().__init__(config, run, report)
         self.leads = self._workers.index == 0
