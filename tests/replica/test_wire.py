@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tf2dist.model.packing import LARGE_BYTES
 from tf2dist.training.parameter_server.counters import ONES
-from tf2dist.training.parameter_server.wire import PackedCount, PullLayout, PushLayout
+from tf2dist.training.parameter_server.wire import PackedCount, PullLayout, PushLayout, add_request, make_request
 
 COUNTS = [0, 7, 2**24 + 1, 2**53 - 1]  # float32 counts up to 2^24, float64 to 2^53
 
@@ -52,8 +52,34 @@ def test_pushed_gradients_arrive_with_the_count_of_the_pull(count: int) -> None:
     pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(count, tf.float64))))
     buckets = push.pack(pulled.values, pulled.applied, tf.constant([0.25, 90.0, 100.0]), values[:1])
     assert_fits(push.specs, buckets)
-    changes, sent_back, pulled_at, added = push.unpack(buckets)
+    changes, sent_back, pulled_at, added, _ = push.unpack(buckets)
     assert_equal(changes, values)
     assert_equal(sent_back, values[:1])
     assert (pulled_at.dtype, int(pulled_at)) == (tf.int64, count)
     assert added.numpy().tolist() == [*ONES, 0.25, 90.0, 100.0]
+
+
+@pytest.mark.parametrize("narrow", [None, tf.bfloat16], ids=["float32", "bfloat16"])
+def test_rows_of_tables_follow_what_travels_as_a_whole(narrow: tf.DType | None) -> None:
+    """They change neither the values before them nor each other, with an odd number of elements, too."""
+    tables = [keras.Variable(np.zeros((9, 3), np.float32)), keras.Variable(np.zeros((5, 2), np.float32))]
+    pull, push = PullLayout(variables(), tables, narrow=narrow), PushLayout(variables(), len(ONES), (), tables, narrow)
+    values = [variable.value.read_value() for variable in variables()]
+    ids, following = [[4, 0, 7], []], [[1], [2, 3]]
+    request, next_request = (make_request([tf.constant(own, tf.int32) for own in one]) for one in (ids, following))
+    rows = [tf.reshape(tf.range(9.0), [3, 3]), tf.zeros([0, 2])]
+
+    pulled = pull.unpack(pull.pack(values, PackedCount.of(tf.constant(5.0, tf.float64)), rows), request)
+    assert_equal(pulled.rows, rows)
+    without_rows = pull.unpack(pull.pack(values, pulled.applied), pull.rows.no_rows())
+    assert [int(tf.size(own)) for own in without_rows.rows] == [0, 0]
+
+    parcel = push.pack(values, pulled.applied, tf.zeros([0]), (), rows, request)
+    for buckets in (parcel, add_request(parcel, next_request)):
+        assert all(spec.is_compatible_with(bucket) for spec, bucket in zip(push.specs, buckets, strict=True))
+        pushed = push.unpack(buckets)
+        assert int(pushed.pulled_at) == 5
+        assert [found.numpy().tolist() for found, _ in pushed.rows] == ids
+        assert_equal([gradient for _, gradient in pushed.rows], rows)
+    (sent,) = push.next_request(add_request(parcel, next_request))
+    assert [own.numpy().tolist() for own in pull.rows.ids(sent)] == following

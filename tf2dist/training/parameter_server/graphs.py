@@ -42,9 +42,9 @@ from tf2dist.training.parameter_server.batches import (
     evaluated_examples,
 )
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
-from tf2dist.training.parameter_server.rows import Request, Routed, Routing, RowsLayout
+from tf2dist.training.parameter_server.rows import Routed, Routing
 from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
-from tf2dist.training.parameter_server.wire import Parcel, Pulled
+from tf2dist.training.parameter_server.wire import Parcel, Pulled, Request, add_request
 from tf2dist.training.stragglers import Stragglers
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -119,7 +119,7 @@ class PsGraphs(abc.ABC):
         self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(spec.make_optimizer, spec.total_steps)
         self._make_servers(self._parts(spec))
-        self.routing = Routing(spec.step.tables, [server.rows for server in self.servers])
+        self.routing = Routing(spec.step.tables, [server.tables for server in self.servers])
         with tf.device(self.servers[0].device):
             self.evaluated_batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_batches")
         self.input = self._make_input(spec)
@@ -217,17 +217,18 @@ class PsGraphs(abc.ABC):
 
     def _pull_exactly(self) -> Values:
         """What an evaluation needs but for the rows of tables."""
-        return self.values_of([server.exact_layout.unpack(server.pull_exactly()) for server in self.servers])
+        values: Values = {}
+        for server in self.servers:
+            values |= by_id(server.variables, server.exact_layout.unpack(server.pull_exactly()).values)
+        return values
 
     def _evaluated(self, values: Values, leaves: list[tf.Tensor], layout: Layout) -> tf.Tensor:
         """The sums over some examples; see `ModelStep.evaluate`."""
         with tf.device("CPU:0"):
             routed = self.routing.route(self.step.lookups.look_up(leaves, False, layout))
-        rows = []
         for server, request in zip(self.servers, routed.requests, strict=True):
-            flat = None if request is None else server.read_rows(request)[0]
-            rows.append(RowsLayout(server.rows.tables).rows(flat, request))
-        trainable, state = self.inputs(values, rows)
+            values = values | by_id(server.tables, server.rows_exactly(request))
+        trainable, state = self.inputs(values)
         return self.step.evaluate(trainable, state, leaves, layout, routed.positions)
 
     # What a rule decides.
@@ -301,10 +302,9 @@ class PsGraphs(abc.ABC):
             compute = tf.function(self._compute_step, autograph=False, jit_compile=True)
         else:
             compute = as_one_node(self._compute_step)
-        pulled = [server.rows.open(server.pull_layout.specs) for server in self.servers]
-        ids = tf.TensorSpec([None], tf.int32)
-        requests = [ids if server.rows.tables else None for server in self.servers]
-        routed = Routed(requests, [ids for _ in self.step.tables])
+        pulled = [server.pull_layout.specs for server in self.servers]
+        requests: list[Request] = [server.pull_layout.rows.request_types for server in self.servers]
+        routed = Routed(requests, [tf.TensorSpec([None], tf.int32) for _ in self.step.tables])
         return compute.get_concrete_function(pulled, self.batch_types(), tf.TensorSpec([], tf.int64), routed)
 
     def _traced_route(self) -> Callable[[list[tf.Tensor]], Routed]:
@@ -315,35 +315,22 @@ class PsGraphs(abc.ABC):
 
         return as_one_node(route).get_concrete_function(self.batch_types()) if self.step.tables else route
 
-    def unpack(self, pulled: list[Parcel], requests: list[Request]) -> tuple[list[Pulled], list[list[tf.Tensor]]]:
-        """What was pulled from each ps, and the rows of its tables."""
-        unpacked, rows = [], []
-        for server, parcel, request in zip(self.servers, pulled, requests, strict=True):
-            rest, flat = server.rows.split(parcel, server.pull_layout.specs)
-            unpacked.append(server.pull_layout.unpack(rest))
-            rows.append(server.rows.rows(flat, request))
-        return unpacked, rows
-
-    def values_of(self, pulled: list[Pulled]) -> Values:
-        """The values of all parts of variables."""
+    def unpack(self, pulled: list[Parcel], requests: list[Request]) -> tuple[list[Pulled], Values]:
+        """What was pulled from each ps, and the values of all parts of variables; of tables the rows."""
+        parts = zip(self.servers, pulled, requests, strict=True)
+        unpacked = [server.pull_layout.unpack(parcel, request) for server, parcel, request in parts]
         values: Values = {}
-        for server, one in zip(self.servers, pulled, strict=True):
-            values.update({id(v): tensor for v, tensor in zip(server.variables, one.values, strict=True)})
-        return values
+        for server, one in zip(self.servers, unpacked, strict=True):
+            values |= by_id([*server.variables, *server.tables], [*one.values, *one.rows])
+        return unpacked, values
 
-    def inputs(self, values: Values, rows: list[list[tf.Tensor]]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The values of the trainable variables, of tables the rows from each ps; and of the state."""
-        of_tables = dict(zip(map(id, self.step.tables), self.routing.join(rows), strict=True))
-        trainable = [of_tables[id(v)] if id(v) in of_tables else join([v], values)[0] for v in self.step.trainable]
-        return trainable, join(self.step.state, values)
+    def inputs(self, values: Values) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The values of the trainable variables, of tables the rows; and of the state."""
+        return self.routing.join(self.step.trainable, values), join(self.step.state, values)
 
-    def divide(self, gradients: list[tf.Tensor], requests: list[Request]) -> tuple[Values, list[list[tf.Tensor]]]:
-        """The gradients of the parts of variables, and those of the rows on each ps."""
-        pairs = list(zip(self.step.trainable, gradients, strict=True))
-        whole = [(variable, gradient) for variable, gradient in pairs if not self.step.lookups.is_table(variable)]
-        of_tables = [gradient for variable, gradient in pairs if self.step.lookups.is_table(variable)]
-        rows = self.routing.cut(of_tables, requests)
-        return cut([variable for variable, _ in whole], [gradient for _, gradient in whole]), rows
+    def divide(self, gradients: list[tf.Tensor], requests: list[Request]) -> Values:
+        """The gradients of the parts of variables; of tables those of the rows."""
+        return self.routing.split(self.step.trainable, gradients, requests)
 
     def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
@@ -406,24 +393,22 @@ class AsyncGraphs(PsGraphs):
     def _compute_step(
         self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
     ) -> tuple[list[Parcel], tf.Tensor]:
-        unpacked, rows = self.unpack(pulled, routed.requests)
-        values = self.values_of(unpacked)
-        trainable, state = self.inputs(values, rows)
+        unpacked, values = self.unpack(pulled, routed.requests)
+        trainable, state = self.inputs(values)
         place = step_place(worker, unpacked[0].applied.value())
         output = self.step(trainable, state, leaves, place, positions=routed.positions)
-        changes, of_rows = self.divide(self._clipped(output.gradients), routed.requests)
+        changes = self.divide(self._clipped(output.gradients), routed.requests)
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
                 decay, term = recurrence_of(new, old)
                 self._decays |= {id(part): decay for part in parts_of(variable)}
                 changes |= cut([variable], [term])
         pushes = []
-        for server, one, request, rows in zip(self.servers, unpacked, routed.requests, of_rows, strict=True):
+        for server, one, request in zip(self.servers, unpacked, routed.requests, strict=True):
             layout = server.push_layout(self._decays)
-            back = [values[id(v)] for v in layout.pulled]
-            sums = output.sums[: server.num_sums]
-            parcel = layout.pack([changes[id(v)] for v in layout.variables], one.applied, sums, back)
-            pushes.append(server.rows.pack_gradients(parcel, request, rows))
+            back, sums = [values[id(v)] for v in layout.pulled], output.sums[: server.num_sums]
+            own, rows = ([changes[id(v)] for v in variables] for variables in (layout.variables, layout.tables))
+            pushes.append(layout.pack(own, one.applied, sums, back, rows, request))
         return pushes, output.sums[0]
 
     def _clipped(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -449,13 +434,11 @@ class AsyncGraphs(PsGraphs):
         return Call(worker, local_steps, numbers, limits, [server.counters.indices(worker) for server in self.servers])
 
     def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
-        parts = zip(self.servers, requests, strict=True)
-        return [server.pull(*server.rows.asked(request)) for server, request in parts]
+        return [server.pull(*request) for server, request in zip(self.servers, requests, strict=True)]
 
     def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
         with tf.device("CPU:0"):  # where the ids are
-            pairs = zip(self.servers, pushes, requests, strict=True)
-            pushes = [server.rows.pack_request(push, request) for server, push, request in pairs]
+            pushes = [add_request(push, request) for push, request in zip(pushes, requests, strict=True)]
         parts = zip(self.servers, pushes, call.indices, call.limits, strict=True)
         return [server.exchange(push, indices, limits[number - 1]) for server, push, indices, limits in parts]
 
@@ -466,3 +449,8 @@ class AsyncGraphs(PsGraphs):
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.cast(counted[TOTALS.index("steps")], tf.int64), tf.cast(counted[-1], tf.int64)
+
+
+def by_id(variables: Sequence[keras.Variable], tensors: list[tf.Tensor]) -> Values:
+    """Values of variables."""
+    return dict(zip(map(id, variables), tensors, strict=True))

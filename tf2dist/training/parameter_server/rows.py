@@ -1,142 +1,26 @@
-"""The rows of tables in what a worker and the ps exchange: which ps has which rows, and how they travel.
-
-A worker asks each ps for the rows of its batch by a request, int32: how many ids of each table, then the ids as the ps
-counts them. The rows come behind what else is pulled, in the same vector. What is pushed ends with the request, as the
-bits of floats, with the gradients of the rows, and with the request of the next step. So rows cost no transfer of their
-own, each of which adds some 700 bytes and a call.
-"""
+"""The rows of tables: which ps has which of them, and their gradients on a ps that waits for those of other workers."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tf2dist.model.shards import parts_of
+from tf2dist.model.shards import Values, cut, join, parts_of
 from tf2dist.model.tables import Lookups
-from tf2dist.training.parameter_server.wire import Parcel
-
-Request: TypeAlias = "tf.Tensor | None"
+from tf2dist.training.parameter_server.wire import Request, RowGradient, make_request
 
 
 class Routed(NamedTuple):
     """The look-ups of a batch, by the ps that have the rows.
 
     Attributes:
-        requests: for each ps, int32 [tables there + ids]; None for one without tables.
+        requests: for each ps.
         positions: see `Lookups`; the rows of a table are in the order of its parts.
     """
 
     requests: list[Request]
     positions: list[tf.Tensor]
-
-
-class RowsLayout:
-    """How rows of the tables of one ps are asked for and travel.
-
-    Attributes:
-        tables: the tables there, or their parts.
-
-    Args:
-        narrow: the type in which rows travel in training; None for their own.
-    """
-
-    def __init__(self, tables: Sequence[keras.Variable], narrow: tf.DType | None = None) -> None:
-        self.tables, self._narrow = list(tables), narrow
-        self._columns = [int(table.shape[1]) for table in tables]
-
-    @property
-    def request_types(self) -> list[tf.TensorSpec]:
-        """Of the arguments that a pull takes."""
-        return [tf.TensorSpec([None], tf.int32)] if self.tables else []
-
-    @staticmethod
-    def asked(request: Request) -> list[tf.Tensor]:
-        """The arguments that a pull takes."""
-        return [] if request is None else [request]
-
-    def asked_nothing(self) -> list[tf.Tensor]:
-        """As `asked`, for no rows."""
-        return self.asked(tf.zeros([len(self.tables)], tf.int32) if self.tables else None)
-
-    def open(self, types: list[tf.TensorSpec]) -> list[tf.TensorSpec]:
-        """The types of a parcel whose first bucket is followed by rows."""
-        return [tf.TensorSpec([None], types[0].dtype), *types[1:]] if self.tables else types
-
-    def request(self, ids: list[tf.Tensor]) -> Request:
-        return tf.concat([tf.stack([tf.size(own) for own in ids]), *ids], 0) if ids else None
-
-    def ids(self, request: tf.Tensor) -> list[tf.Tensor]:
-        """Those of each table in a request."""
-        number = len(self.tables)
-        return list(tf.split(request[number:], request[:number], num=number))
-
-    def append(self, parcel: Parcel, rows: list[tf.Tensor], *before: tf.Tensor) -> Parcel:
-        """The parcel with rows behind its first bucket, and float32 vectors before these."""
-        first, *others = parcel
-        flat = tf.concat([tf.reshape(own, [-1]) for own in rows], 0)
-        if self._narrow:
-            pairs = tf.pad(tf.cast(flat, self._narrow), [[0, tf.size(flat) % 2]])
-            flat = tf.bitcast(tf.reshape(pairs, [-1, 2]), tf.float32)
-        return [tf.concat([first, *before, flat], 0), *others]
-
-    def split(self, parcel: Parcel, types: list[tf.TensorSpec]) -> tuple[Parcel, tf.Tensor | None]:
-        """The parcel without what `append` has added to it, and that; None without tables."""
-        if not self.tables:
-            return parcel, None
-        first, *others = parcel
-        size = types[0].shape[0]
-        return [tf.ensure_shape(first[:size], [size]), *others], first[size:]
-
-    def rows(self, flat: tf.Tensor | None, request: Request) -> list[tf.Tensor]:
-        """The rows that were asked for, float32 [n, columns] of each table, from the end of a vector."""
-        if flat is None or request is None:
-            return []
-        counts = tf.unstack(request[: len(self.tables)], len(self.tables))
-        sizes = [count * columns for count, columns in zip(counts, self._columns, strict=True)]
-        if self._narrow:
-            flat = tf.cast(tf.reshape(tf.bitcast(flat, self._narrow), [-1])[: tf.add_n(sizes)], tf.float32)
-        parts = tf.split(flat, tf.stack(sizes), num=len(sizes))
-        return [tf.reshape(part, [-1, columns]) for part, columns in zip(parts, self._columns, strict=True)]
-
-    def pack_gradients(self, parcel: Parcel, request: Request, gradients: list[tf.Tensor]) -> Parcel:
-        """A push, with the gradients of rows behind it."""
-        if request is None:
-            return parcel
-        return self.append(parcel, gradients, tf.bitcast(request, tf.float32))
-
-    def pack_request(self, parcel: Parcel, request: Request) -> Parcel:
-        """A push with the request of the next step at its end."""
-        if request is None:
-            return parcel
-        first, *others = parcel
-        return [tf.concat([first, tf.bitcast(request, tf.float32)], 0), *others]
-
-    def next_request(self, added: tf.Tensor | None) -> list[tf.Tensor]:
-        """What `pack_request` has added, as the arguments of a pull."""
-        if added is None:
-            return []
-        return [tf.bitcast(added[self._end_of_gradients(added) :], tf.int32)]
-
-    def _end_of_gradients(self, added: tf.Tensor) -> tf.Tensor:
-        number = len(self.tables)
-        counts = tf.bitcast(added[:number], tf.int32)
-        size = tf.reduce_sum(counts * self._columns)
-        return number + tf.reduce_sum(counts) + ((size + 1) // 2 if self._narrow else size)
-
-    def gradients(self, added: tf.Tensor | None) -> "list[RowGradient]":
-        """The ids and the gradients of each table in what `pack_gradients` has added."""
-        if added is None:
-            return []
-        number = len(self.tables)
-        counts = tf.bitcast(added[:number], tf.int32)
-        size = number + tf.reduce_sum(counts)
-        request = tf.bitcast(added[:size], tf.int32)
-        flat = added[size : self._end_of_gradients(added)]
-        return list(zip(self.ids(request), self.rows(flat, request), strict=True))
-
-
-RowGradient = tuple[tf.Tensor, tf.Tensor]  # the ids of rows, each once, and their gradients
 
 
 class KeptRows:
@@ -182,22 +66,20 @@ class Routing:
 
     Args:
         tables: whole ones.
-        layouts: of each ps, with the parts of these tables.
+        on_servers: of each ps the parts of these tables.
     """
 
-    def __init__(self, tables: Sequence[keras.Variable], layouts: Sequence[RowsLayout]) -> None:
-        self._layouts = layouts
+    def __init__(self, tables: Sequence[keras.Variable], on_servers: Sequence[Sequence[keras.Variable]]) -> None:
+        self._num_tables = [len(parts) for parts in on_servers]
         # For each table, where its parts are: the number of the ps, and which of its tables it is there.
-        places = {
-            id(part): (ps, number) for ps, layout in enumerate(layouts) for number, part in enumerate(layout.tables)
-        }
-        self._places = [[places[id(part)] for part in parts_of(table)] for table in tables]
+        places = {id(part): (ps, number) for ps, parts in enumerate(on_servers) for number, part in enumerate(parts)}
+        self._places = {id(table): [places[id(part)] for part in parts_of(table)] for table in tables}
 
     def route(self, lookups: Lookups) -> Routed:
         """On a worker's CPU: whom to ask for which rows."""
         positions: list[tf.Tensor] = []
         ids: dict[tuple[int, int], tf.Tensor] = {}
-        for places, own, own_positions in zip(self._places, *lookups, strict=True):
+        for places, own, own_positions in zip(self._places.values(), *lookups, strict=True):
             number = len(places)
             if number == 1:
                 ids[places[0]] = own
@@ -207,19 +89,26 @@ class Routing:
             ids |= {place: tf.gather(own, part) // number for place, part in zip(places, parts, strict=True)}
             positions.append(tf.gather(tf.math.invert_permutation(tf.concat(parts, 0)), own_positions))
         requests = [
-            layout.request([ids[ps, number] for number in range(len(layout.tables))])
-            for ps, layout in enumerate(self._layouts)
+            make_request([ids[ps, number] for number in range(num_tables)])
+            for ps, num_tables in enumerate(self._num_tables)
         ]
         return Routed(requests, positions)
 
-    def join(self, rows: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-        """The rows of each table, from those of each ps."""
-        return [tf.concat([rows[ps][number] for ps, number in places], 0) for places in self._places]
+    def join(self, variables: Sequence[keras.Variable], values: Values) -> list[tf.Tensor]:
+        """The values of whole variables from those of their parts, and of tables the rows from those of each part."""
+        return [
+            tf.concat([values[id(part)] for part in parts_of(v)], 0) if id(v) in self._places else join([v], values)[0]
+            for v in variables
+        ]
 
-    def cut(self, gradients: list[tf.Tensor], requests: list[tf.Tensor]) -> list[list[tf.Tensor]]:
-        """The gradients of the rows on each ps, from those of each table."""
-        cuts: dict[tuple[int, int], tf.Tensor] = {}
-        for places, gradient in zip(self._places, gradients, strict=True):
-            sizes = tf.stack([requests[ps][number] for ps, number in places])
-            cuts |= zip(places, tf.split(tf.convert_to_tensor(gradient), sizes, num=len(places)), strict=True)
-        return [[cuts[ps, number] for number in range(len(layout.tables))] for ps, layout in enumerate(self._layouts)]
+    def split(self, variables: Sequence[keras.Variable], tensors: list[tf.Tensor], requests: list[Request]) -> Values:
+        """Tensors in the shapes of whole variables, and of tables in those of their rows, cut for the parts."""
+        values: Values = {}
+        for variable, tensor in zip(variables, tensors, strict=True):
+            if places := self._places.get(id(variable)):
+                sizes = tf.stack([requests[ps][0][number] for ps, number in places])
+                pieces = tf.split(tf.convert_to_tensor(tensor), sizes, num=len(places))
+                values |= zip(map(id, parts_of(variable)), pieces, strict=True)
+            else:
+                values |= cut([variable], [tensor])
+        return values

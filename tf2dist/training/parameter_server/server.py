@@ -29,7 +29,6 @@ from tf2dist.tf_internals import (
 )
 from tf2dist.training.parameter_server.algorithms import Algorithm
 from tf2dist.training.parameter_server.counters import ONES, Counters, Counts
-from tf2dist.training.parameter_server.rows import RowsLayout
 from tf2dist.training.parameter_server.storage import (
     Kinds,
     PackedStorage,
@@ -39,7 +38,7 @@ from tf2dist.training.parameter_server.storage import (
     make_atomic,
     state_update,
 )
-from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout
+from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout, Request, RowsLayout
 
 NEVER = np.iinfo(np.int64).max
 NO_UPDATE = np.int64(0)  # the limit of a push that is no update: every number has reached it
@@ -97,10 +96,8 @@ class ModelPart:
         pull: ``pull()``: all variables and the updates applied so far, without waiting.
         exact_layout, pull_exactly: the same for evaluations: no value is rounded to a narrow type, and there are no
             rows of tables.
-        read_rows: ``read_rows(request)``: these rows, as exactly; where there are tables.
         groups: the optimizers that train something here, with what they train.
-        trainable, whole, state, variables: see `PartSpec`.
-        rows: how the rows of its tables travel.
+        trainable, tables, whole, state, variables: see `PartSpec`.
         loss_scale: by which the worker multiplies the loss, and divides the gradients again.
         on_device: as the function `on_device`, on the device of this ps.
     """
@@ -109,14 +106,13 @@ class ModelPart:
     exact_layout: PullLayout
     pull: Callable[[], Parcel]
     pull_exactly: Callable[[], Parcel]
-    read_rows: Callable[[tf.Tensor], Parcel]
 
     def __init__(self, spec: PartSpec) -> None:
         self.device, self.earlier_updates = spec.device, spec.earlier_updates
         self.on_device = functools.partial(on_device, spec.device)
-        self.trainable, self.whole = spec.trainable, spec.whole
+        self.trainable, self.tables, self.whole = spec.trainable, spec.tables, spec.whole
         self.state, self.variables = spec.state, spec.variables
-        self.rows = RowsLayout(spec.tables, spec.narrow)
+        self._exact_rows = RowsLayout(spec.tables)
         with tf.device(spec.device):
             self.optimizer = spec.make_optimizer()
             check_loss_scale(spec.optimizer_name, self.optimizer, "parameter servers")
@@ -136,20 +132,22 @@ class ModelPart:
                 if self._has_kernel and spec.keeps_rate:  # no optimizer with a kernel changes its rate
                     fix_learning_rate(inner)
         if spec.tables:
-            self.read_rows = self.on_device(self._read_rows, *self.rows.request_types)
+            self._read_rows = self.on_device(self._pack_rows, *self._exact_rows.request_types)
 
     def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
         """Raises ConfigError for what the optimizer of one part cannot do."""
 
-    def _read_rows(self, request: tf.Tensor) -> Parcel:
-        """The rows that a worker asks for, in their own type; see `RowsLayout`."""
-        exact = RowsLayout(self.rows.tables)
-        return exact.append([tf.zeros([0])], self.rows_of(request))
+    def rows_exactly(self, request: Request) -> list[tf.Tensor]:
+        """On a worker: the rows of each table that it asks for, in their own type."""
+        return self._exact_rows.unpack(self._read_rows(*request), request) if request else []
 
-    def rows_of(self, request: tf.Tensor) -> list[tf.Tensor]:
-        """In a graph of the ps: the rows of each table that a worker asks for."""
-        ids = self.rows.ids(request)
-        return [table.value.sparse_read(own) for table, own in zip(self.rows.tables, ids, strict=True)]
+    def _pack_rows(self, *request: tf.Tensor) -> list[tf.Tensor]:
+        return self._exact_rows.pack(self.rows_of(*request))
+
+    def rows_of(self, *request: tf.Tensor) -> list[tf.Tensor]:
+        """In a graph of the ps: the rows of each table that a worker asks for; none without a request."""
+        pairs = zip(self.tables, self._exact_rows.ids(*request), strict=False)
+        return [table.value.sparse_read(ids) for table, ids in pairs]
 
 
 class ParameterServer(ModelPart):
@@ -171,8 +169,8 @@ class ParameterServer(ModelPart):
                 )
         super().__init__(spec)
         self._algorithm, self._make_optimizer, self._narrow = algorithm, spec.make_optimizer, spec.narrow
-        self.pull_layout = PullLayout(self.variables, narrow=spec.narrow)
-        self.exact_layout = PullLayout(self.variables) if spec.narrow else self.pull_layout
+        self.pull_layout = PullLayout(self.variables, spec.tables, narrow=spec.narrow)
+        self.exact_layout = PullLayout(self.variables)
         for inner, _ in self.groups:
             inner.global_clipnorm = None  # the worker clips, which alone sees all gradients
         with tf.device(spec.device):
@@ -196,7 +194,7 @@ class ParameterServer(ModelPart):
         """Of what `push` and `exchange` take; `decays`: see `trace_functions`."""
         pulled = self.whole if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
-        return PushLayout([*self.whole, *changing], self.counters.added, pulled, self._narrow)
+        return PushLayout([*self.whole, *changing], self.counters.added, pulled, self.tables, self._narrow)
 
     def trace_functions(self, decays: dict[int, float]) -> None:
         """Decides where the variables lie, and makes `pull`, `pull_exactly` and `push`.
@@ -213,13 +211,12 @@ class ParameterServer(ModelPart):
         self._state_updates = [(storage, state_update(storage.variable.value, decay)) for storage, decay in changing]
         pulled = self._trained if self._algorithm.needs_pulled_values else []
         changed, added = [*self._trained, *(storage for storage, _ in changing)], self.counters.added
-        self._push_layout = PushLayout(changed, added, pulled, self._narrow)
-        pushed = self.rows.open(self._push_layout.specs)
-        self._signature = pushed, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64)
+        self._push_layout = PushLayout(changed, added, pulled, self.tables, self._narrow)
+        self._signature = self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64)
         self.push = self.on_device(self._push, *self._signature)
-        self._stored_layout = PullLayout(self.stored, narrow=self._narrow)
-        self.pull = self.on_device(self._pull, *self.rows.request_types)
-        is_other = self._narrow or self.rows.tables
+        self._stored_layout = PullLayout(self.stored, self.tables, narrow=self._narrow)
+        self.pull = self.on_device(self._pull, *self.pull_layout.rows.request_types)
+        is_other = self._narrow or self.tables
         self.pull_exactly = self.on_device(self._pull_exactly) if is_other else self.pull
 
     def _kinds(self, decays: dict[int, float]) -> Kinds:
@@ -259,7 +256,7 @@ class ParameterServer(ModelPart):
 
     @functools.cached_property
     def exchange(self) -> Callable[..., Parcel]:
-        """``exchange(pushed, indices, limit)``: a push and the next step's pull, in one call; see `RowsLayout`.
+        """``exchange(pushed, indices, limit)``: a push and the next step's pull, in one call.
 
         What a call costs is much of a small model's step. Traced at its first use, since calls of one step, those of
         deep models, never need it.
@@ -269,21 +266,16 @@ class ParameterServer(ModelPart):
 
     def _pull(self, *request: tf.Tensor) -> Parcel:
         """All variables, and the updates applied so far, as they travel; of tables the rows of the request."""
-        values, applied = self._read()
-        parcel = self._stored_layout.pack(values, applied)
-        if not request:
-            return parcel
-        with tf.control_dependencies([applied.bits]):
-            return self.rows.append(parcel, self.rows_of(*request))
+        return self._stored_layout.pack(*self._read(*request))
 
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
         return PullLayout(self.stored).pack(*self._read())
 
-    def _read(self) -> tuple[list[tf.Tensor], PackedCount]:
+    def _read(self, *request: tf.Tensor) -> tuple[list[tf.Tensor], PackedCount, list[tf.Tensor]]:
         applied = PackedCount.of(self.counters.applied())
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
-            return [storage.read() for storage in self.stored], applied
+            return [storage.read() for storage in self.stored], applied, self.rows_of(*request)
 
     def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """See `_admit`. Returns what is counted of the worker then."""
@@ -292,8 +284,7 @@ class ParameterServer(ModelPart):
 
     def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         self._admit(pushed, indices, limit)
-        _, added = self.rows.split(pushed, self._push_layout.specs)
-        return self._pull(*self.rows.next_request(added))
+        return self._pull(*self._push_layout.next_request(pushed))
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.
@@ -323,8 +314,7 @@ class ParameterServer(ModelPart):
         return tf.cond(number < tf.minimum(limit, self.stop_at.read_value()), apply, refuse)
 
     def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        pushed, rows = self.rows.split(pushed, self._push_layout.specs)
-        changes, pulled, pulled_at, added = self._push_layout.unpack(pushed)
+        changes, pulled, pulled_at, added, rows = self._push_layout.unpack(pushed)
         staleness = number - pulled_at
         gradients, terms = changes[: len(self._trained)], changes[len(self._trained) :]
         self.update_number.set_current(number + self.earlier_updates)
@@ -338,7 +328,7 @@ class ParameterServer(ModelPart):
                     [storage.pad_update(gradient_of[storage]) for storage in storages],
                     [storage.variable for storage in storages],
                 )
-            for table, (ids, gradient) in zip(self.rows.tables, self.rows.gradients(rows), strict=True):
+            for table, (ids, gradient) in zip(self.tables, rows, strict=True):
                 apply_rows(self.optimizer_of[id(table)], gradient, table, ids)
         for (storage, update), term in zip(self._state_updates, terms, strict=True):
             update(storage.pad_update(term))

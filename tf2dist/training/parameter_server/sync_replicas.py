@@ -37,7 +37,7 @@ from tf2dist.training.parameter_server.async_loop import PsLoop
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
 from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
 from tf2dist.training.parameter_server.graphs import Call, GraphsSpec, PsGraphs
-from tf2dist.training.parameter_server.rows import Request, Routed
+from tf2dist.training.parameter_server.rows import Routed
 from tf2dist.training.parameter_server.schedule import MAX_POLL_SECS, Scheduler, quiet_secs
 from tf2dist.training.parameter_server.server import PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import (
@@ -46,7 +46,7 @@ from tf2dist.training.parameter_server.sync_replicas_counters import (
     SyncReplicasOrigin,
 )
 from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer, FollowingServer
-from tf2dist.training.parameter_server.wire import Parcel
+from tf2dist.training.parameter_server.wire import Parcel, Request
 
 
 class SyncReplicasGraphs(PsGraphs):
@@ -93,22 +93,21 @@ class SyncReplicasGraphs(PsGraphs):
         self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
     ) -> tuple[list[Parcel], tf.Tensor]:
         *leaves, share = leaves
-        unpacked, rows = self.unpack(pulled, routed.requests)
+        unpacked, values = self.unpack(pulled, routed.requests)
         step = unpacked[0].applied
-        trainable, state = self.inputs(self.values_of(unpacked), rows)
+        trainable, state = self.inputs(values)
         output = self.step(trainable, state, leaves, step_place(worker, step.value()), share, routed.positions)
-        gradients, of_rows = self.divide(output.gradients, routed.requests)
         # Changes rather than values, as with mode=sync: their weighted sum over the replicas becomes the mean.
-        changes = cut(
+        of_state = cut(
             self.step.state,
             [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)],
         )
+        changes = self.divide(output.gradients, routed.requests)
         pushes: list[Parcel] = []
-        for server, request, rows in zip(self.servers, routed.requests, of_rows, strict=True):
-            of_whole = [gradients[id(v)] for v in server.whole]
-            of_state = [changes[id(v)] for v in server.state]
-            parcel = server.push_layout.pack([*of_whole, *of_state], share, output.sums, step)
-            pushes.append(server.rows.pack_gradients(parcel, request, rows))
+        for server, request in zip(self.servers, routed.requests, strict=True):
+            own = [*(changes[id(v)] for v in server.whole), *(of_state[id(v)] for v in server.state)]
+            rows = [changes[id(table)] for table in server.tables]
+            pushes.append(server.push_layout.pack(own, share, output.sums, step, rows, request))
         return pushes, tf.math.divide_no_nan(output.sums[0], share)
 
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
@@ -117,12 +116,11 @@ class SyncReplicasGraphs(PsGraphs):
         return Call(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
 
     def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
-        return self._follow(self.deciding.begin(call.worker, *self.deciding.rows.asked(requests[0])), requests)
+        return self._follow(self.deciding.begin(call.worker, *requests[0]), requests)
 
     def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
-        asked = self.deciding.rows.asked(requests[0])
         with tf.control_dependencies(self._keep(call, pushes)):
-            return self._follow(self.deciding.exchange(pushes[0], call.worker, *asked), requests)
+            return self._follow(self.deciding.exchange(pushes[0], call.worker, *requests[0]), requests)
 
     def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
         with tf.control_dependencies(self._keep(call, pushes)):
@@ -134,10 +132,9 @@ class SyncReplicasGraphs(PsGraphs):
 
     def _follow(self, pulled: Parcel, requests: list[Request]) -> list[Parcel]:
         """What all ps send, from that of the deciding one."""
-        own, _ = self.deciding.rows.split(pulled, self.deciding.pull_layout.specs)
-        _, step, made_by = self.deciding.pull_layout.unpack(own)
+        last = self.deciding.pull_layout.unpack(pulled)
         parts = zip(self.following, requests[1:], strict=True)
-        return [pulled, *(server.follow(step.bits, made_by, *server.rows.asked(request)) for server, request in parts)]
+        return [pulled, *(server.follow(last.applied.bits, last.made_by, *request) for server, request in parts)]
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         pushed, step = tf.unstack(counted)
@@ -295,7 +292,7 @@ class SyncReplicasLoop(PsLoop):
         """Brings the last step to all ps: the worker that knew of it may be lost."""
         last = self._graphs.deciding.close()
         for server in self._graphs.following:
-            server.follow(last.applied.bits, last.made_by, *server.rows.asked_nothing())
+            server.follow(last.applied.bits, last.made_by, *server.pull_layout.rows.no_rows())
 
     def _read(self) -> GradientCounts:
         """Reads the counters of the ps into `progress`."""

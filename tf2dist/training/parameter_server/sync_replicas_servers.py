@@ -17,10 +17,10 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.model.tables import apply_rows
 from tf2dist.training.parameter_server.gate import Gate
-from tf2dist.training.parameter_server.rows import KeptRows, RowGradient
+from tf2dist.training.parameter_server.rows import KeptRows
 from tf2dist.training.parameter_server.server import ModelPart, PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import GradientCounters, GradientCounts
-from tf2dist.training.parameter_server.wire import GradientLayout, PackedCount, Parcel, Pulled, PullLayout
+from tf2dist.training.parameter_server.wire import GradientLayout, PackedCount, Parcel, Pulled, PullLayout, RowGradient
 
 BITS = tf.TensorSpec([2], tf.float32)  # of a `PackedCount`
 INDEX = tf.TensorSpec([], tf.int64)
@@ -46,10 +46,9 @@ class AggregatingServer(ModelPart):
         with tf.device(spec.device):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self._lock = tf.CriticalSection()
-            tables = zip(self.rows.tables, num_lookups, strict=True)
+            tables = zip(self.tables, num_lookups, strict=True)
             self._kept_rows = [KeptRows(table, num_places, number) for table, number in tables]
-        self.pull = self.pull_exactly = self.on_device(self._pull)
-        self.exact_layout = self.pull_layout
+        self.pull_exactly = self.on_device(self._pull)
 
     def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
         if optimizer.global_clipnorm and not spec.is_whole:
@@ -65,8 +64,8 @@ class AggregatingServer(ModelPart):
         # next step, too, is dropped, since that step is over before it is pushed.
         with tf.control_dependencies([step]):
             values = [variable.value.read_value() for variable in self.variables]
-            parcel = self.pull_layout.pack(values, PackedCount.of(tf.cast(step, tf.float64)), *self._made_by())
-            return self.rows.append(parcel, self.rows_of(*request)) if request else parcel
+            count = PackedCount.of(tf.cast(step, tf.float64))
+            return self.pull_layout.pack(values, count, self.rows_of(*request), *self._made_by())
 
     def _made_by(self) -> list[tf.Tensor]:
         """Which workers made the last step, from the ps that decides it."""
@@ -82,7 +81,7 @@ class AggregatingServer(ModelPart):
             variable.value.assign_add(change)
         if self.whole:
             self.optimizer.apply(changes[: len(self.whole)], self.whole)
-        for table, (ids, gradient) in zip(self.rows.tables, rows, strict=True):
+        for table, (ids, gradient) in zip(self.tables, rows, strict=True):
             apply_rows(self.optimizer_of[id(table)], gradient, table, ids)
         return list(graph.get_operations()[earlier:])
 
@@ -99,8 +98,9 @@ class DecidingServer(AggregatingServer):
     """
 
     def __init__(self, spec: PartSpec, replicas: int, num_lookups: Sequence[int] = ()) -> None:
-        self.pull_layout = PullLayout(spec.variables, spec.num_workers)
-        self.push_layout = GradientLayout(spec.variables, 2 + spec.num_metrics)
+        self.pull_layout = PullLayout(spec.variables, spec.tables, spec.num_workers)
+        self.exact_layout = PullLayout(spec.variables, num_workers=spec.num_workers)
+        self.push_layout = GradientLayout(spec.variables, 2 + spec.num_metrics, spec.tables)
         self._replicas = replicas
         self.quota = -(-replicas // spec.num_workers)
         with tf.device(spec.device):
@@ -110,7 +110,7 @@ class DecidingServer(AggregatingServer):
             self._counters = GradientCounters(spec.num_workers, spec.num_metrics)
             self._gate = Gate(spec.num_workers)
         super().__init__(spec, replicas, num_lookups)
-        pushed, request = self.rows.open(self.push_layout.specs), self.rows.request_types
+        pushed, request = self.push_layout.specs, self.pull_layout.rows.request_types
         self.begin = self.on_device(self._begin, INDEX, *request)
         self.push = self.on_device(self._push, pushed, INDEX)
         self.exchange = self.on_device(self._exchange, pushed, INDEX, *request)
@@ -129,7 +129,7 @@ class DecidingServer(AggregatingServer):
         The gradients of a step that is not complete are forgotten, and their batches computed once more.
         """
         self._set_limit(tf.constant(CLOSED))
-        return self.pull_layout.unpack(self.pull())
+        return self.exact_layout.unpack(self.pull_exactly())
 
     def counts(self) -> GradientCounts:
         return self._counters.split(self._read().numpy())
@@ -178,9 +178,7 @@ class DecidingServer(AggregatingServer):
         return alone(self._lock, lambda: self._decide(pushed, worker))
 
     def _decide(self, pushed: Parcel, worker: tf.Tensor) -> None:
-        pushed, added = self.rows.split(pushed, self.push_layout.specs)
-        gradient, pulled_at = self.push_layout.split(pushed)
-        rows = self.rows.gradients(added)
+        gradient, pulled_at, rows = self.push_layout.unpack(pushed)
         step = self.step.read_value()
         is_open = step < self._limit.read_value()
         in_time = tf.logical_and(pulled_at == step, self._counters.done_by(worker) != step)
@@ -260,25 +258,24 @@ class FollowingServer(AggregatingServer):
     """A ps that applies the steps that the deciding one has made; `num_lookups`: see `AggregatingServer`."""
 
     def __init__(self, spec: PartSpec, num_lookups: Sequence[int] = ()) -> None:
-        self.pull_layout = PullLayout(spec.variables)
-        self.push_layout = GradientLayout(spec.variables, 0)
+        self.pull_layout = PullLayout(spec.variables, spec.tables)
+        self.exact_layout = PullLayout(spec.variables)
+        self.push_layout = GradientLayout(spec.variables, 0, spec.tables)
         with tf.device(spec.device):
             # The newest gradient of each worker.
             zeros = [tf.zeros([spec.num_workers, *one.shape]) for one in self.push_layout.added]
             self._gradients = [tf.Variable(zero, trainable=False, name="gradients") for zero in zeros]
         super().__init__(spec, spec.num_workers, num_lookups)
         made_by = tf.TensorSpec([spec.num_workers], tf.float32)
-        self.keep = self.on_device(self._keep, self.rows.open(self.push_layout.specs), INDEX)
-        self.follow = self.on_device(self._follow, BITS, made_by, *self.rows.request_types)
+        self.keep = self.on_device(self._keep, self.push_layout.specs, INDEX)
+        self.follow = self.on_device(self._follow, BITS, made_by, *self.pull_layout.rows.request_types)
 
     def restore(self, step: int) -> None:
         self.step.assign(step)
 
     def _keep(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
         """Keeps a gradient until it is decided whether it is in the step."""
-        pushed, added = self.rows.split(pushed, self.push_layout.specs)
-        gradient, pulled_at = self.push_layout.split(pushed)
-        rows = self.rows.gradients(added)
+        gradient, pulled_at, rows = self.push_layout.unpack(pushed)
 
         def keep() -> None:
             for kept, one in zip(self._gradients, gradient, strict=True):
