@@ -1,7 +1,7 @@
 """Facts about TensorFlow and Keras as text: modules, environment variables, settings, texts of errors, tested versions.
 
-This module imports neither, so that every part of the package can use it. Together with `tf_internals`, whose probes
-try each of these texts, it is what depends on more than the public interface of the two.
+This module imports neither, so that every part of the package can use it. Together with `tf_internals` it is what
+depends on more than the public interface of the two; tests/replica/probes.py tries each of these texts.
 
 The versions of other packages that this project is tested with are those that its installation names.
 """

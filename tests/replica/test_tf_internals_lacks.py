@@ -1,4 +1,4 @@
-"""A private name that is missing, or means something else, is named in the error, and by the doctor's probes."""
+"""A private name that is missing, or means something else, is named in the error, and by a probe."""
 
 import re
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 from tensorflow.python.ops import custom_gradient, script_ops
 
+from tests.replica import probes
 from tests.replica.keras_objects import (
     BASE_OPTIMIZER,
     BATCH,
@@ -45,7 +46,7 @@ def follow_workers(handler: Any) -> None:
 
 
 def test_nothing_is_missing() -> None:
-    assert tf_internals.missing() == []
+    assert tf_internals.missing(probes.PROBES) == []
 
 
 class Lack(NamedTuple):
@@ -316,26 +317,58 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("error_texts.TOO_LATE", ANOTHER, "tensorflow {}: has no error 'cannot be modified after initialization'"),
-        ("error_texts.XLA_FAILURE", "no such words", "tensorflow {}: has no error 'tf2xla conversion failed'"),
-        ("error_texts.NO_SERVER", "no such words", "tensorflow {}: has no error 'Could not start gRPC server'"),
-        ("error_texts.DATA_ERROR", ANOTHER, "tensorflow {}: has no error 'DataError: ...' of a Python function"),
-        ("error_texts.UNKNOWN_CODE", ANOTHER, "keras {}: has no error 'Could not locate class ...'"),
-        ("error_texts.UNSAFE_CODE", ANOTHER, "keras {}: has no error about safe_mode"),
-        ("error_texts.NODES", ANOTHER, "tensorflow {}: has no error 'DataError: ...' of a Python function"),
-        ("probes.NODES", ANOTHER, "tensorflow {}: has no error '{{function_node ...}} ...'"),
-        ("probes.CALLS_PYTHON", "another", "tensorflow {}: has no tensorflow.python.ops.script_ops"),
-        ("probes.AUTOGRAPH_FILE", "another", "tensorflow {}: has no __autograph_generated_file"),
-        ("probes.UNUSED_MODULES", ("keras.layers", "keras.gone"), "keras {}: has no keras.gone of the kind"),
-        ("probes.OF_TENSORFLOW", ("TF_CPP_MIN_LOG_LEVEL", "TF_GONE"), "tensorflow {}: has no TF_GONE of the kind"),
-        ("probes.KERAS_ON_TENSORFLOW", {"KERAS_NNX_ENABLED": "0"}, "keras {}: has no KERAS_BACKEND"),
-        ("keras.COUNTERS", ("step", "learning_rate"), "keras {}: has no slots of the kind"),
-        ("keras.UNNAMED", ANOTHER, "keras {}: has no slots of the kind"),
+        (
+            "tf2dist.tf_internals.error_texts.TOO_LATE",
+            ANOTHER,
+            "tensorflow {}: has no error 'cannot be modified after initialization'",
+        ),
+        (
+            "tf2dist.tf_internals.error_texts.XLA_FAILURE",
+            "no such words",
+            "tensorflow {}: has no error 'tf2xla conversion failed'",
+        ),
+        (
+            "tf2dist.tf_internals.error_texts.NO_SERVER",
+            "no such words",
+            "tensorflow {}: has no error 'Could not start gRPC server'",
+        ),
+        (
+            "tf2dist.tf_internals.error_texts.DATA_ERROR",
+            ANOTHER,
+            "tensorflow {}: has no error 'DataError: ...' of a Python function",
+        ),
+        (
+            "tf2dist.tf_internals.error_texts.UNKNOWN_CODE",
+            ANOTHER,
+            "keras {}: has no error 'Could not locate class ...'",
+        ),
+        ("tf2dist.tf_internals.error_texts.UNSAFE_CODE", ANOTHER, "keras {}: has no error about safe_mode"),
+        (
+            "tf2dist.tf_internals.error_texts.NODES",
+            ANOTHER,
+            "tensorflow {}: has no error 'DataError: ...' of a Python function",
+        ),
+        ("tests.replica.probes.NODES", ANOTHER, "tensorflow {}: has no error '{{function_node ...}} ...'"),
+        ("tests.replica.probes.CALLS_PYTHON", "another", "tensorflow {}: has no tensorflow.python.ops.script_ops"),
+        ("tests.replica.probes.AUTOGRAPH_FILE", "another", "tensorflow {}: has no __autograph_generated_file"),
+        (
+            "tests.replica.probes.UNUSED_MODULES",
+            ("keras.layers", "keras.gone"),
+            "keras {}: has no keras.gone of the kind",
+        ),
+        (
+            "tests.replica.probes.OF_TENSORFLOW",
+            ("TF_CPP_MIN_LOG_LEVEL", "TF_GONE"),
+            "tensorflow {}: has no TF_GONE of the kind",
+        ),
+        ("tests.replica.probes.KERAS_ON_TENSORFLOW", {"KERAS_NNX_ENABLED": "0"}, "keras {}: has no KERAS_BACKEND"),
+        ("tf2dist.tf_internals.keras.COUNTERS", ("step", "learning_rate"), "keras {}: has no slots of the kind"),
+        ("tf2dist.tf_internals.keras.UNNAMED", ANOTHER, "keras {}: has no slots of the kind"),
     ],
 )
 def test_the_probes_report_another_wording(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, line: str) -> None:
-    monkeypatch.setattr(f"tf2dist.tf_internals.{name}", value)
-    (told,) = tf_internals.missing()
+    monkeypatch.setattr(name, value)
+    (told,) = tf_internals.missing(probes.PROBES)
     package = line.partition(" ")[0]
     assert told.startswith(line.replace("{}", {"keras": keras, "tensorflow": tf}[package].__version__, 1))
 
@@ -343,16 +376,16 @@ def test_the_probes_report_another_wording(monkeypatch: pytest.MonkeyPatch, name
 @pytest.mark.parametrize("name", ["KERAS_FRAME", "COLOURS", "TRACED"])
 def test_the_probes_report_another_form_of_reasons(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(f"tf2dist.errors.{name}", "another" if name == "TRACED" else ANOTHER)
-    (told,) = tf_internals.missing()
+    (told,) = tf_internals.missing(probes.PROBES)
     assert "has no error 'Exception encountered when calling ...'" in told
 
 
 @pytest.mark.parametrize("name", ["KERAS_HOME", "KERAS_DEFAULTS"])
 def test_the_probes_report_other_settings_in_keras_json(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     other = "KERAS_FOLDER" if name == "KERAS_HOME" else KERAS_DEFAULTS | {"epsilon": 1e-6}
-    for module in ("config.load", "tf_internals.probes"):
-        monkeypatch.setattr(f"tf2dist.{module}.{name}", other)
-    (told,) = tf_internals.missing()
+    for module in ("tf2dist.config.load", "tests.replica.probes"):
+        monkeypatch.setattr(f"{module}.{name}", other)
+    (told,) = tf_internals.missing(probes.PROBES)
     assert "has no settings in keras.json" in told
 
 
@@ -369,7 +402,7 @@ def test_the_probes_report_other_settings_in_keras_json(monkeypatch: pytest.Monk
 )
 def test_the_probes_report_what_is_missing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     monkeypatch.delattr(owner, name)
-    lines = tf_internals.missing()
+    lines = tf_internals.missing(probes.PROBES)
     assert lines
     assert any(name in line for line in lines), lines
     assert len(lines) <= 3, "everything else exists"

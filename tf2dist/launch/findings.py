@@ -304,7 +304,7 @@ def internals() -> Iterator[Finding]:
         text, _, fix = line.rpartition("; ")
         yield Finding("fail", "versions", text, fix)
     if not missing:
-        yield Finding("ok", "versions", f"{packages} has all internals that tf2dist uses")
+        yield Finding("ok", "versions", f"{packages} has the internals on which most depends")
 
 
 def plugins(config: RunConfig) -> Iterator[Finding]:

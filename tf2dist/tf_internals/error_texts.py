@@ -1,7 +1,7 @@
 """What the errors of TensorFlow and Keras say beyond their types, by the wording of the tested versions.
 
-If another version words a message differently, the user reads it as it is. The probes provoke what one process can
-provoke, and `tests/replica/test_error_texts.py` the loss of other tasks.
+If another version words a message differently, the user reads it as it is. `tests/replica/probes.py` provokes
+what one process can provoke, and `tests/replica/test_error_texts.py` the loss of other tasks.
 """
 
 import re
