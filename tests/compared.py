@@ -7,8 +7,7 @@ from typing import Any
 
 from tf2dist.config.compose import ConfigSource
 from tf2dist.launch.single_run import check_local
-from tf2dist.tools.comparing.matrix import Contender, contenders_of, runs_of
-from tf2dist.tools.comparing.options import Options, split
+from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split
 from tf2dist.tools.comparing.results import ContenderResult, results_of
 from tf2dist.tools.comparing.running import RUNS, Outcome
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tf2dist.fitting.prediction import predict
     from tf2dist.fitting.request import Local
     from tf2dist.model.batch_attention import gather
-    from tf2dist.tools.finished.loading import load_model
+    from tf2dist.tools.finished.load_model import load_model
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,7 +52,7 @@ LATER = {  # these modules import Keras
     "Shard": "tf2dist.data.stream",
     "fit": "tf2dist.fitting.fit",
     "gather": "tf2dist.model.batch_attention",
-    "load_model": "tf2dist.tools.finished.loading",
+    "load_model": "tf2dist.tools.finished.load_model",
     "predict": "tf2dist.fitting.prediction",  # `tf2dist/predict.py` is the command, which nobody imports
 }
 

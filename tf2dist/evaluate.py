@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> None:
     request = shell.request(arguments, OPTIONS, max_operands=0)
     shell.one_of("split", request.options.get("split", "test"), ("test", "validation", "train"))
     shell.show_status(f"evaluate: loading the model of {request.run_dir}")
-    from tf2dist.tools.finished.evaluating import evaluate  # imports TensorFlow
+    from tf2dist.tools.finished.predicting import evaluate  # imports TensorFlow
 
     evaluate(request)
 

@@ -49,8 +49,8 @@ from tf2dist.config.schema import ClusterConfig
 from tf2dist.errors import ConfigError, RequestError, nearest
 from tf2dist.launch.single_run import report
 from tf2dist.signals import reset_inherited
-from tf2dist.tools.engines import compose, jobset, kubernetes, ray, slurm, trainjob
-from tf2dist.tools.engines.request import JobRequest
+from tf2dist.tools.engines import docker_compose, kubernetes, ray, sbatch
+from tf2dist.tools.engines.job_request import JobRequest
 
 KUBECTL = ("kubectl", "apply", "--filename", "-")
 OF_PODS = ("gpus", "cpus", "memory", "image", "queue")
@@ -89,10 +89,10 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "slurm": Engine(slurm.render, ("sbatch",), ("gpus", "cpus", "line")),
-    "kubernetes": Engine(kubernetes.render, KUBECTL, OF_PODS),
-    "jobset": Engine(jobset.render, KUBECTL, OF_PODS),
-    "trainjob": Engine(trainjob.render, KUBECTL, OF_PODS),
+    "slurm": Engine(sbatch.render, ("sbatch",), ("gpus", "cpus", "line")),
+    "kubernetes": Engine(kubernetes.render_job, KUBECTL, OF_PODS),
+    "jobset": Engine(kubernetes.render_job_set, KUBECTL, OF_PODS),
+    "trainjob": Engine(kubernetes.render_train_job, KUBECTL, OF_PODS),
     "ray": Engine(
         ray.render,
         ("ray", "job", "submit", "--no-wait", "--working-dir", ".", "--", "python", ray.FILE),
@@ -100,7 +100,7 @@ ENGINES = {
         ray.FILE,
     ),
     "compose": Engine(
-        compose.render,
+        docker_compose.render,
         ("docker", "compose", "--file", "-", "up", "--detach"),
         ("gpus", "cpus", "memory", "image"),
     ),

@@ -8,7 +8,7 @@ import pytest
 from tests.browser import CONTRAST, look
 from tests.compared import compared, usual_secs
 from tests.process.test_notebook import outputs
-from tf2dist.tools.comparing.report import report_of
+from tf2dist.tools.comparing.comparison_report import report_of
 
 DARK = "--blink-settings=preferredColorScheme=0"
 # What the page itself says when it has been loaded and each table was sorted by a click.

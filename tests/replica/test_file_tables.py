@@ -19,8 +19,7 @@ from tests.replica.test_finished import leave
 from tf2dist.checkpoint.snapshot import in_file
 from tf2dist.errors import CheckpointError, ConfigError
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
-from tf2dist.tools.finished.archives import sizes
-from tf2dist.tools.finished.loading import load_in_files
+from tf2dist.tools.finished.load_model import load_in_files, sizes
 from tf2dist.training import finished_model
 from tf2dist.training.finished_model import MODEL_FILE, write_model
 

@@ -22,14 +22,20 @@ from tf2dist.errors import ConfigError, Interrupted
 from tf2dist.palette import MODE_STYLES
 from tf2dist.signals import Signals
 from tf2dist.tools.comparing.comparison import compare as run_comparison
-from tf2dist.tools.comparing.figures import draw_accuracy, draw_timeline, first_by_size, styles_of
-from tf2dist.tools.comparing.matrix import Contender, ContenderRun, runs_of
-from tf2dist.tools.comparing.options import PARSERS, Until
+from tf2dist.tools.comparing.figures import (
+    IN_THE_DARK,
+    PAPER,
+    contrast,
+    draw_accuracy,
+    draw_timeline,
+    first_by_size,
+    styles_of,
+)
+from tf2dist.tools.comparing.matrix import PARSERS, Contender, ContenderRun, Until, runs_of
 from tf2dist.tools.comparing.page import contender_columns, run_columns
-from tf2dist.tools.comparing.report import _figures, report_of
+from tf2dist.tools.comparing.comparison_report import _figures, report_of
 from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, set_goal
 from tf2dist.tools.comparing.running import Outcome, earlier_plan, prepare_folder
-from tf2dist.tools.comparing.style import IN_THE_DARK, PAPER, contrast
 from tf2dist.tools.comparing.verdict import verdict_of
 
 SMALL = ("data=digits", "model=softmax")
@@ -448,7 +454,7 @@ def test_ctrl_c_while_the_report_is_drawn_leaves_no_part_of_it(tmp_path: Path, m
         raise AssertionError("the signal came too late")
 
     monkeypatch.setattr("tf2dist.tools.comparing.comparison.run_all", ran)
-    monkeypatch.setattr("tf2dist.tools.comparing.style.as_png", interrupted)
+    monkeypatch.setattr("tf2dist.tools.comparing.figures.as_png", interrupted)
     with Signals() as signals, pytest.raises(Interrupted, match=r"compare_dir=.*all goes on") as stopped:
         run_comparison(arguments, arguments, ConfigSource(), signals)
     assert stopped.value.exit_code == 130

@@ -14,7 +14,7 @@ from tf2dist import doctor, render
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
 from tf2dist.config.schema import OPTIONS
 from tf2dist.data.location import DEFAULT_EPOCHS
-from tf2dist.tools.comparing.options import PARSERS
+from tf2dist.tools.comparing.matrix import PARSERS
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -29,8 +29,8 @@ from tf2dist.cluster.validation import tf_config_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.tools.engines import pods
-from tf2dist.tools.engines.request import JobRequest
+from tf2dist.tools.engines import kubernetes
+from tf2dist.tools.engines.job_request import JobRequest
 
 RENDERED = Path(__file__).parent / "rendered"
 ASYNC = ("mode=async", "cluster.num_workers=3", "cluster.num_ps=2", "train.steps=1000")
@@ -482,7 +482,7 @@ def test_without_the_engine_nothing_can_be_submitted(monkeypatch: pytest.MonkeyP
 def test_the_image_is_for_the_user_of_the_manifests() -> None:
     """And has the files that installing the package needs."""
     text = (REPOSITORY / "Containerfile").read_text()
-    assert re.findall(r"^USER (\d+)$", text, re.MULTILINE) == [str(pods.USER)]
+    assert re.findall(r"^USER (\d+)$", text, re.MULTILINE) == [str(kubernetes.USER)]
     copied = [name for line in re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE) for name in line.split()]
     assert all((REPOSITORY / name).exists() for name in copied), copied
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

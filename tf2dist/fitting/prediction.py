@@ -33,7 +33,7 @@ from tf2dist.launch.console import rate_text
 from tf2dist.launch.run_dir import locked, make_run_dir
 from tf2dist.process.tables_in_files import Tables
 from tf2dist.registry import ARRAYS_OF_FIT
-from tf2dist.tools.finished.loading import load_in_files
+from tf2dist.tools.finished.load_model import load_in_files
 
 SAMPLE = 1024  # examples by which other data are noticed; reading gigabytes would delay every start
 OPTIONS = re.compile(

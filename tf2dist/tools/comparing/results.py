@@ -12,8 +12,7 @@ from typing import Any
 
 from tf2dist import files
 from tf2dist.launch.run_dir import finished_summary
-from tf2dist.tools.comparing.matrix import Contender, ContenderRun
-from tf2dist.tools.comparing.options import Until
+from tf2dist.tools.comparing.matrix import Contender, ContenderRun, Until
 from tf2dist.tools.comparing.running import RUNS, Outcome
 
 WARM_UP = 0.25  # the part of the training, in steps, that is not counted for the rate

@@ -21,8 +21,7 @@ from tf2dist.errors import ConfigError, first_line
 from tf2dist.launch.console import Console, clock_text
 from tf2dist.launch.run_dir import finished_summary
 from tf2dist.launch.single_run import run_job
-from tf2dist.tools.comparing.matrix import ContenderRun
-from tf2dist.tools.comparing.options import Until
+from tf2dist.tools.comparing.matrix import ContenderRun, Until
 
 OPTION = "compare_dir"
 PLAN = "plan.json"

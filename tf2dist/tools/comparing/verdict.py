@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tf2dist.errors import NotFiniteError
-from tf2dist.tools.comparing.options import Until
+from tf2dist.tools.comparing.matrix import Until
 from tf2dist.tools.comparing.results import ContenderResult, Spread
 
 CLEAR_RATIO = 1.02  # a smaller ratio is no difference

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from tf2dist.errors import ConfigError
-from tf2dist.tools.engines.request import JobRequest
+from tf2dist.tools.engines.job_request import JobRequest
 
 FILE = "job.py"
 

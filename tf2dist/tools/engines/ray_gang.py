@@ -29,7 +29,7 @@ from tf2dist.launch.single_run import report
 from tf2dist.linux import SECRETS
 from tf2dist.signals import Signals
 from tf2dist.tf_constants import LEGACY_KERAS
-from tf2dist.tools.engines.request import FAILED_FOR_GOOD
+from tf2dist.tools.engines.job_request import FAILED_FOR_GOOD
 
 POLL_SECS = 1.0
 FIRST_PORT = 20_000  # Ray's own processes listen at the ports from 10002 to 19999

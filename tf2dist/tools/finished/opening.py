@@ -17,7 +17,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read
 from tf2dist.process.tables_in_files import Tables
-from tf2dist.tools.finished.loading import UnknownCode, load_in_files
+from tf2dist.tools.finished.load_model import UnknownCode, load_in_files
 from tf2dist.tools.finished.shell import Request, warn
 
 

@@ -1,23 +1,100 @@
-"""Predicts files, or the test set, with the model of a run."""
+"""Evaluates the model of a run on a data set, and predicts files, or the test set, with it."""
 
+import contextlib
+import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tf2dist.data.arrays import Arrays
-from tf2dist.errors import DataError, reason_of
+from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
 from tf2dist.launch.console import print_lines
 from tf2dist.tools.finished import pictures
-from tf2dist.tools.finished.classes import Classifier, class_numbers, confusion, confusion_text
-from tf2dist.tools.finished.inputs import read
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
 from tf2dist.tools.finished.shell import Request
 
 BATCH_SIZE = 256
 MOST_CLASSES = 30  # with more the printed matrix is too wide for a terminal
+CHANNELS = (1, 3)
+# Keras's losses of classes, by the names of their classes or functions in lower case and without underscores.
+MANY = ("categoricalcrossentropy", "sparsecategoricalcrossentropy", "categoricalfocalcrossentropy")
+TWO = ("binarycrossentropy", "binaryfocalcrossentropy")
+
+
+class Classifier:
+    """A model with one output for each class, or with a single output for two classes.
+
+    Args:
+        of_logits: whether its outputs are logits rather than probabilities.
+        of_two: whether it has a single output, for the second of two classes.
+    """
+
+    def __init__(self, of_logits: bool, of_two: bool) -> None:
+        self._of_logits, self._of_two = of_logits, of_two
+
+    @classmethod
+    def of(cls, model: keras.Model) -> "Classifier | None":
+        """The classifier that a compiled model is; None if it is no classifier."""
+        loss = keras.losses.get(model.loss) if isinstance(model.loss, str) else model.loss
+        shape = model.output_shape
+        if not callable(loss) or not isinstance(shape, tuple) or len(shape) != 2:
+            return None
+        name = getattr(loss, "__name__", type(loss).__name__).replace("_", "").lower()
+        # Only a loss object can have from_logits=True; a function by its name takes probabilities.
+        settings: dict[str, Any] = loss.get_config() if isinstance(loss, keras.losses.Loss) else {}
+        of_two = name in TWO and shape[1] == 1
+        if of_two or (name in MANY and shape[1] > 1):
+            return cls(bool(settings.get("from_logits", False)), of_two)
+        return None
+
+    def probabilities(self, outputs: np.ndarray) -> np.ndarray:
+        """The probability of each class, [n, classes], from a model's outputs, [n, classes] or [n, 1]."""
+        # In float64 `exp` does not overflow for any float32 logit that a model gives in practice.
+        outputs = np.asarray(outputs, np.float64)
+        if self._of_two:
+            second = 1 / (1 + np.exp(-outputs)) if self._of_logits else outputs
+            return np.concatenate([1 - second, second], axis=1)
+        if not self._of_logits:
+            return outputs
+        # Less the largest logit, so that no power overflows; the quotients stay the same.
+        powers = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+        return np.asarray(powers / powers.sum(axis=1, keepdims=True))
+
+
+def evaluate(request: Request) -> None:
+    """Prints the loss and each metric in a line of its own, and then the number of examples.
+
+    Raises:
+        RequestError: the model or the data cannot be loaded, or the data does not fit the model.
+        NotFiniteError: the loss is not finite.
+    """
+    split = request.options.get("split", "test")
+    # The model first: that runs the plugins, which may register the data.
+    model = model_of(request)
+    name, splits = data_of(request)
+    arrays = split_of(name, splits, split)
+    results = _results(model, name, arrays)
+    width = max(map(len, results))
+    for key, value in results.items():
+        print_lines(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}", sys.stdout)
+    print_lines(f"{len(arrays):,} examples of {name}, {split}", sys.stdout)
+    # After the figures are printed: which metric is not finite may tell the reason.
+    if not math.isfinite(results["loss"]):
+        raise NotFiniteError(f"the loss is {results['loss']}; look for NaN in the weights and in the data")
+
+
+def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
+    """The loss and the metrics by name, the loss first."""
+    with _fitting(f"data ({name})", "choose another one with data=NAME"):
+        metrics: dict[str, float] = model.evaluate(
+            arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
+        )
+    return {"loss": metrics.pop("loss"), **metrics}
 
 
 def print_predictions(request: Request) -> None:
@@ -50,18 +127,18 @@ def print_predictions(request: Request) -> None:
 
 
 def _outputs(model: keras.Model, x: Any, source: str) -> Any:
-    """The model's outputs, in the structure in which it returns them.
-
-    Raises:
-        DataError: the examples do not fit the model.
-    """
-    try:
+    """The model's outputs, in the structure in which it returns them."""
+    with _fitting(source, "give data like those that this run was trained on"):
         return model.predict(x, BATCH_SIZE, verbose=0)
+
+
+@contextlib.contextmanager
+def _fitting(source: str, advice: str) -> Iterator[None]:
+    """Says of examples that they do not fit the model."""
+    try:
+        yield
     except (ValueError, TypeError, KeyError) as error:  # what Keras raises for other shapes, types and structures
-        reason = reason_of(error)
-        raise DataError(
-            f"{source}: does not fit the model ({reason}); give data like those that this run was trained on"
-        ) from None
+        raise DataError(f"{source}: does not fit the model ({reason_of(error)}); {advice}") from None
 
 
 def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> None:
@@ -100,3 +177,108 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
     if isinstance(test.x, np.ndarray) and pictures.are_images(test.x):
         path = pictures.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
         print_lines(str(path), sys.stdout)
+
+
+def class_numbers(labels: np.ndarray) -> np.ndarray:
+    """The class numbers, [n], of labels that are numbers, [n] or [n, 1], or one-hot, [n, classes]."""
+    labels = np.asarray(labels)
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        return np.asarray(labels.argmax(axis=1))
+    return np.asarray(labels.reshape(len(labels)).astype(np.int64))
+
+
+def confusion(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
+    """How often each class (row) was predicted as each class (column), [classes, classes]."""
+    counts = np.zeros((num_classes, num_classes), np.int64)
+    # `counts[true, predicted] += 1` would count a pair that occurs several times only once.
+    np.add.at(counts, (true, predicted), 1)
+    return counts
+
+
+def confusion_text(counts: np.ndarray) -> str:
+    """The confusion matrix as lines of text, with a heading for each row and column."""
+    width = max(len(f"{counts.max():,}"), len(str(len(counts) - 1))) + 1
+    lines = ["true\\predicted" + "".join(f"{number:>{width}}" for number in range(len(counts)))]
+    lines += [f"{number:>14}" + "".join(f"{count:>{width},}" for count in row) for number, row in enumerate(counts)]
+    return "\n".join(lines)
+
+
+def read(path: Path, model: keras.Model) -> tuple[np.ndarray, list[str]]:
+    """The examples in a file, float32 [n, ...], and a name for each of them.
+
+    Raises:
+        DataError: the file cannot be read, or does not fit the model.
+    """
+    shape = shape_of(model)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); name an image or a .npy file") from None
+    if path.suffix == ".npy":
+        examples = _array(path, shape)
+        return examples, [f"{path}[{number}]" for number in range(len(examples))] if len(examples) != 1 else [str(path)]
+    return _image(path, content, shape)[None], [str(path)]
+
+
+def shape_of(model: keras.Model) -> tuple[int | None, ...]:
+    """The shape of one example; None for a dimension of any size.
+
+    Raises:
+        DataError: the model has several inputs, and a file has only one.
+    """
+    inputs = getattr(model, "inputs", None) or []
+    if len(inputs) != 1:
+        raise DataError(f"FILE: this model has {len(inputs)} inputs, but a file gives one; leave the files out")
+    return tuple(inputs[0].shape[1:])
+
+
+def _array(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
+    try:
+        # A pickled array could run any code when it is read.
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: is no numpy array ({first_line(str(error))}); save one with numpy.save") from None
+    # Several examples or one, both also without the last dimension, as grey images often are.
+    for examples in (array, array[None], array[..., None], array[None, ..., None]):
+        fits = examples.ndim and tf.TensorShape(shape).is_compatible_with(examples.shape[1:])
+        if fits and array.dtype.kind in "biuf":
+            return np.asarray(examples, np.float32)
+    dims = ["n", *("any" if size is None else str(size) for size in shape)]
+    raise DataError(
+        f"{path}: is {array.dtype} {list(array.shape)}, but the model takes numbers [{', '.join(dims)}]; save an "
+        "array of that shape"
+    )
+
+
+def _image(path: Path, content: bytes, shape: tuple[int | None, ...]) -> np.ndarray:
+    """The picture in the model's height, width and channels, with values from 0 to 255.
+
+    Raises:
+        DataError: the model takes no images, or the file is none.
+    """
+    height, width, channels = (*shape, 1) if len(shape) == 2 else shape if len(shape) == 3 else (None, None, None)
+    if channels not in CHANNELS:
+        raise DataError(f"{path}: the model takes {list(shape)}, not images; give a .npy file of that shape")
+    try:
+        image = _decoded(content, channels)
+    except tf.errors.OpError:
+        raise DataError(
+            f"{path}: is no image that can be decoded; give a PNG, JPEG, BMP or GIF file, or a .npy file"
+        ) from None
+    # With antialias, since the strokes of a large drawing would otherwise fall between the pixels that are kept.
+    if height is not None and width is not None and tuple(image.shape[:2]) != (height, width):
+        image = tf.image.resize(image, [height, width], antialias=True)
+    array: np.ndarray = tf.cast(image, tf.float32).numpy()
+    return array[..., 0] if len(shape) == 2 else array
+
+
+def _decoded(content: bytes, channels: int) -> tf.Tensor:
+    """The picture, in grey for one channel.
+
+    Raises:
+        tf.errors.OpError: it cannot be decoded.
+    """
+    try:
+        return tf.io.decode_image(content, channels, expand_animations=False)
+    except tf.errors.InvalidArgumentError:  # TensorFlow does not decode BMP and GIF files into one channel
+        return tf.image.rgb_to_grayscale(tf.io.decode_image(content, 3, expand_animations=False))

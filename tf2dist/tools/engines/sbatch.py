@@ -2,7 +2,7 @@
 
 import shlex
 
-from tf2dist.tools.engines.request import LOST, STOPPED, JobRequest
+from tf2dist.tools.engines.job_request import LOST, STOPPED, JobRequest
 
 # SLURM sends the signal up to 22 seconds early.
 SIGNAL_SECS = 120

@@ -11,12 +11,12 @@ import psutil
 
 from tf2dist import __version__
 from tf2dist.files import as_json
-from tf2dist.tools.comparing.options import Options
+from tf2dist.tools.comparing.matrix import Options
 from tf2dist.tools.comparing.results import ContenderResult, Measurement, Spread
 from tf2dist.tools.comparing.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
-    from tf2dist.tools.comparing.style import Draw
+    from tf2dist.tools.comparing.figures import Draw
 
 REPORT, RECORD = "report.html", "compare.json"
 TitledFigure = tuple[str, str, str, "Draw"]  # the name of the file, the title, the caption, and what draws it
@@ -27,8 +27,8 @@ def report_of(
 ) -> tuple[str, dict[str, str | bytes]]:
     """The verdict in a sentence or two, and the content of all files by name."""
     # Imported here, since matplotlib takes a while and a wrong request should be answered at once.
+    from tf2dist.tools.comparing.figures import as_png, as_svgs
     from tf2dist.tools.comparing.page import Picture, page
-    from tf2dist.tools.comparing.style import as_png, as_svgs
 
     verdict = verdict_of(results, options.until)
     record = record_of(options, arguments, results, verdict, left_out(options, results))

@@ -4,8 +4,8 @@ from typing import Any
 
 from tf2dist.cluster import ranks
 from tf2dist.cluster.spec import Task
-from tf2dist.tools.engines.pods import dump
-from tf2dist.tools.engines.request import JobRequest
+from tf2dist.tools.engines.job_request import JobRequest
+from tf2dist.tools.engines.kubernetes import dump
 
 HEADER = """\
 # Fill in an image of this machine. Compose restarts a container after every exit code but 0, also of wrong options.

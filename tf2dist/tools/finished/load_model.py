@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
@@ -16,11 +18,9 @@ from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read
 from tf2dist.linux import without_warnings
-from tf2dist.model.saved import ROLES, config_in, lambdas_in, without_optimizer
+from tf2dist.model.saved import ROLES, WEIGHTS, config_in, lambdas_in, leave_out_optimizer, without_optimizer
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
 from tf2dist.tf_internals import error_texts
-from tf2dist.tools.finished.archives import sizes as sizes_of
-from tf2dist.tools.finished.archives import unpack
 from tf2dist.training.finished_model import (
     DESCRIPTION,
     MODEL,
@@ -130,7 +130,7 @@ def _from_archive(path: Path, objects: dict[str, Any], tables: Tables | None) ->
         unpacked = Path(temporary)
         if not _loaded(path, lambda: unpack(path, unpacked, objects)):
             return _whole(path, objects, tables)
-        in_files, others = _loaded(path, lambda: sizes_of(unpacked))
+        in_files, others = _loaded(path, lambda: sizes(unpacked))
         _check_room(path.parent, tables, sum(in_files))
         _check_memory(path.parent, others, tables)
         with tables.in_use(), without_warnings("Skipping variable loading for optimizer"):
@@ -253,3 +253,31 @@ def _lambda_in(path: Path) -> str:
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be loaded ({type(error).__name__}: {reason_of(error)})")
+
+
+def unpack(path: Path, folder: Path, custom_objects: Mapping[str, Any]) -> bool:
+    """Unpacks a model.keras, without the state of the optimizer if the model does not need it to evaluate or predict.
+
+    Returns:
+        False, and nothing is unpacked, if it is compressed, and so was not written by a run.
+    """
+    with zipfile.ZipFile(path) as archive:
+        # One that comes from somebody else could fill the disk.
+        if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
+            return False
+        archive.extractall(folder)
+    leave_out_optimizer(folder, custom_objects)
+    return True
+
+
+def sizes(folder: Path) -> tuple[list[int], list[int]]:
+    """The bytes of each array that lies in a file when the model is loaded into `Tables`, and of each other array."""
+    datasets: list[h5py.Dataset] = []
+    with h5py.File(folder / WEIGHTS) as file:
+        file.visititems(lambda _, item: datasets.append(item) if isinstance(item, h5py.Dataset) else None)
+        # Keras saves no names of variables. A Dense without a bias is taken for a table, too.
+        large = {each for each in datasets if each.ndim == 2 and each.dtype == "float32" and each.nbytes >= LARGE_BYTES}
+        tables = {each for each in large if len(each.parent) == 1}
+        shapes = {each.shape for each in tables}
+        in_files = tables | {each for each in large if each.shape in shapes and each.name.startswith("/optimizer/")}
+        return [each.nbytes for each in in_files], [each.nbytes for each in datasets if each not in in_files]
