@@ -22,6 +22,7 @@ from tf2dist.errors import ConfigError, Interrupted
 from tf2dist.palette import MODE_STYLES
 from tf2dist.signals import Signals
 from tf2dist.tools.comparing.comparison import compare as run_comparison
+from tf2dist.tools.comparing.comparison_report import _figures, report_of
 from tf2dist.tools.comparing.figures import (
     IN_THE_DARK,
     PAPER,
@@ -33,7 +34,6 @@ from tf2dist.tools.comparing.figures import (
 )
 from tf2dist.tools.comparing.matrix import PARSERS, Contender, ContenderRun, Until, runs_of
 from tf2dist.tools.comparing.page import contender_columns, run_columns
-from tf2dist.tools.comparing.comparison_report import _figures, report_of
 from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, set_goal
 from tf2dist.tools.comparing.running import Outcome, earlier_plan, prepare_folder
 from tf2dist.tools.comparing.verdict import verdict_of

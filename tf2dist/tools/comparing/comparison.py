@@ -12,8 +12,8 @@ from tf2dist.launch.console import Console, print_lines
 from tf2dist.launch.run_dir import locked
 from tf2dist.launch.single_run import check_local
 from tf2dist.signals import Signals
-from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split, with_data
 from tf2dist.tools.comparing.comparison_report import REPORT, report_of
+from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split, with_data
 from tf2dist.tools.comparing.results import results_of
 from tf2dist.tools.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
 
