@@ -1,4 +1,4 @@
-"""What can go wrong, the exit code of each, and the record that a failed task leaves behind.
+"""Errors, the exit code of each, and the record that a failed task leaves behind.
 
     TfDistError                 exit code
     |- RequestError                  2     the request is wrong: asking again will not help
@@ -199,7 +199,7 @@ def first_line(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception of the user's code, of Keras or of TensorFlow says, on one line; its class if it says nothing.
+    """The text of an exception of the user's code, of Keras or of TensorFlow, on one line; its class if there is none.
 
     Keras breaks a sentence into several lines, and puts a line about the layer before it. An error in a traced function
     begins with "in user code:" and the places that led to it, and that of a graph with the nodes that failed.
@@ -270,7 +270,7 @@ def _folders_of_packages() -> list[str]:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message: "None" or, for example, "a tuple", "an int"."""
+    """The kind of a value, for a message: "None" or, for example, "a tuple", "an int"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if SPOKEN_WITH_A_VOWEL.match(name) else 'a'} {name}"
 

@@ -104,7 +104,7 @@ def installed_version(module: str) -> str:
 
 
 def untested(packages: Iterable[str]) -> list[str]:
-    """Those packages that are there in another version than the tested ones, such as "keras 3.16.0"."""
+    """The packages that are installed in another version than the tested ones, such as "keras 3.16.0"."""
     untested_packages = []
     with contextlib.suppress(metadata.PackageNotFoundError):
         tested = tested_versions()

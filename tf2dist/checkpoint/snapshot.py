@@ -175,7 +175,7 @@ def pack(head: Any, arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[Any, dict[str, np.ndarray]]:
-    """What `pack` has packed."""
+    """Reverses `pack`."""
     # JSON escapes line breaks, so the first one ends the head, whatever bytes follow.
     head, _, body = packed.partition(b"\n")
     with io.BytesIO(body) as buffer, np.load(buffer, allow_pickle=False) as arrays:
@@ -191,7 +191,7 @@ def describe(start: Snapshot | Weights | None) -> Any:
 
 
 def of_description(description: Any, arrays: dict[str, np.ndarray]) -> Snapshot | Weights | None:
-    """What `describe` has described."""
+    """Reverses `describe`."""
     if description is None:
         return None
     step, facts = description

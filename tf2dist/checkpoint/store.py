@@ -268,7 +268,7 @@ class Saver(NoSaver):
             self._write(frozen, False, self._to_launcher.warn)
 
     def _frozen(self, freeze: Callable[[], Frozen], notify_removed: Notify | None) -> Frozen | None:
-        """What `freeze` returns, or None: large tables are frozen in files, for which there may be no room."""
+        """The result of `freeze`, or None: large tables are frozen in files, for which there may be no room."""
         # An attempt that is still to fail sets an earlier time.
         self._due_at = self._clock() + self._every_secs
         try:

@@ -10,7 +10,7 @@ LARGE_BYTES = 1 << 20
 
 
 class Shaped(Protocol):
-    """What a tensor is packed like: a Keras variable, or another thing with a shape and a type."""
+    """A shape and a type by which a tensor is packed: a Keras variable, for example."""
 
     shape: Any
     dtype: Any
@@ -22,7 +22,7 @@ def is_large(tensor: Shaped) -> bool:
 
 
 def narrow_dtype(name: str) -> tf.DType | None:
-    """What the option cluster.transfer_dtype asks for; None if floats travel as they are."""
+    """The type that the option cluster.transfer_dtype asks for; None if floats travel as they are."""
     return None if name == "float32" else tf.as_dtype(name)
 
 

@@ -53,7 +53,7 @@ def recurrence_of(new: tf.Tensor, old: tf.Tensor) -> Recurrence:
 
 
 def _shares_of(old: tf.Tensor) -> dict[str, float]:
-    """What `_share` takes."""
+    """The share of the old value in each tensor that it reaches, by name: 1 in itself, NaN where it is not known yet."""
     return dict.fromkeys(reached_from(old), math.nan) | {old.name: 1.0}
 
 
@@ -90,7 +90,7 @@ def origins_of(tensor: tf.Tensor) -> list[tf.Operation]:
 
 
 def _consumed(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """What operations make of a tensor."""
+    """The tensors that operations compute from a tensor."""
     outputs = []
     for consumer in tensor.consumers():
         # Such an operation, as custom gradients have, gives each of its inputs at the same place.

@@ -46,7 +46,7 @@ def _neighbours(cluster: Cluster, task: Task) -> list[Task]:
 
 
 def _free_gpus(num_gpus: int, cluster: Cluster, task: Task, *, divided: bool) -> list[int]:
-    """Those that no worker on the host of this task uses."""
+    """The GPUs that no worker on the host of this task uses."""
     neighbours = _neighbours(cluster, task) if divided else []
     used = {gpu for other in neighbours for gpu in choose_gpus(num_gpus, cluster, other)}
     return [gpu for gpu in range(num_gpus) if gpu not in used]
@@ -139,7 +139,7 @@ def check_fraction(fraction: float, num_gpus: int, cluster: Cluster, task: Task,
 
 
 def names_of(gpus: Sequence[int]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls the GPUs with these numbers among those that this process sees."""
+    """The names in CUDA_VISIBLE_DEVICES of the GPUs with these numbers among those that this process sees."""
     chosen, of_step = _listed(VISIBLE), _listed(SEEN_OF_STEP)
     # Where a cgroup hides the other GPUs, each task's own begin at 0.
     chosen = of_step if len(of_step) == len(chosen) else chosen

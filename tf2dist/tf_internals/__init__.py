@@ -1,4 +1,4 @@
-"""What this project uses of TensorFlow and Keras beyond their public names, each behind a function with a name of ours.
+"""The private names of TensorFlow and Keras that this project uses, each behind a function with a name of ours.
 
 Another release may rename any of it, and an assignment to an attribute that nobody reads any more has no effect. So
 each function checks that what it touches exists and has the expected type; all of them raise `InstallationError`,

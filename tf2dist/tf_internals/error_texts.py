@@ -1,4 +1,4 @@
-"""What the errors of TensorFlow and Keras say beyond their types, by the wording of the tested versions.
+"""Texts of the errors of TensorFlow and Keras, which say more than their types, as the tested versions word them.
 
 If another version words a message differently, the user reads it as it is. `tests/replica/probes.py` provokes
 what one process can provoke, and `tests/replica/test_error_texts.py` the loss of other tasks.
@@ -70,7 +70,7 @@ def data_error(text: str) -> str:
 
 
 def unknown_code(text: str) -> tuple[str, str] | None:
-    """What a saved model needs and Keras does not find: "class" or "function", and its name; None if that is not it."""
+    """The object that a saved model needs and Keras does not find: "class" or "function", and its name; or None."""
     match = UNKNOWN_CODE.search(text)
     return (match[1], match[2]) if match else None
 

@@ -66,7 +66,7 @@ def state_of(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 class NewVariable(NamedTuple):
-    """What Keras makes the value of a new variable of."""
+    """The value or initializer from which Keras makes a new variable."""
 
     initializer: keras.Initializer
     shape: tuple[int, ...]

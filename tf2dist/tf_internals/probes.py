@@ -125,7 +125,7 @@ def _metrics_are_built() -> bool:
 
 
 def text_of(call: Callable[[], Any]) -> str:
-    """What is told by the error that a call raises; empty if it raises none."""
+    """The text of the error that a call raises; empty if it raises none."""
     try:
         call()
     except Exception as error:  # which type it has belongs to what is tried
