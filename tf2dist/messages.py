@@ -1,6 +1,6 @@
 """Messages between the processes of one host: each a class of its own, matched by class, and sent as one JSON object.
 
-    a task            -> its launcher       `FromTask`, a packet each, by `ToLauncher`
+    a task            -> its launcher       `FromTask`, a packet each, by `ToLauncher.send`
     a launcher        -> a task             `ToTask`, a line each on the task's standard input
     the fork server   -> its launcher       `FromServer`, a packet each
     a launcher        -> its fork server    `ToServer`, a packet each
@@ -14,7 +14,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -24,25 +24,28 @@ from tf2dist.declared import UndeclaredError, from_json
 
 
 @dataclass(frozen=True)
-class Alive:
-    """The process runs; said every second, as a sign of life and nothing else."""
+class TaskMessage:
+    """A message of a task, which `ToLauncher.send` names in it."""
 
-    task: str
+    task: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Silence:
+class Alive(TaskMessage):
+    """The process runs; said every second, as a sign of life and nothing else."""
+
+
+@dataclass(frozen=True)
+class Silence(TaskMessage):
     """The task will say nothing for `secs`, since it calls what keeps Python's lock; 0 ends that."""
 
-    task: str
     secs: float
 
 
 @dataclass(frozen=True)
-class LongCall:
+class LongCall(TaskMessage):
     """The main thread has been in the function `where` for `secs`; `is_users`: that is not tf2dist's own code."""
 
-    task: str
     secs: int
     where: str
     is_users: bool
@@ -54,15 +57,14 @@ class Stalled(LongCall):
 
 
 @dataclass(frozen=True)
-class Began:
+class Began(TaskMessage):
     """The training can begin, or go on, at a global step."""
 
-    task: str
     step: int
 
 
 @dataclass(frozen=True)
-class ProgressMessage:
+class ProgressMessage(TaskMessage):
     """Where the training stands.
 
     Attributes:
@@ -71,7 +73,6 @@ class ProgressMessage:
         steps_per_sec: the mean rate of the training so far, as in summary.json; None while unknown.
     """
 
-    task: str
     step: int
     target_step: int
     metrics: dict[str, float]
@@ -79,40 +80,36 @@ class ProgressMessage:
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(TaskMessage):
     """What goes on, until there is progress to show."""
 
-    task: str
     text: str
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(TaskMessage):
     """What stays to be read, on a terminal too."""
 
-    task: str
     text: str
 
 
 @dataclass(frozen=True)
-class Warned:
+class Warned(TaskMessage):
     """What the user should know."""
 
-    task: str
     text: str
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(TaskMessage):
     """There is a checkpoint of a step; `stopping`: made since the run was asked to stop."""
 
-    task: str
     step: int
     stopping: bool
 
 
 @dataclass(frozen=True)
-class HookCall:
+class HookCall(TaskMessage):
     """The leader's call of what a caller of `fit` has given to be called; it waits for a `HookAnswer` of the number.
 
     Attributes:
@@ -122,7 +119,6 @@ class HookCall:
         state: the file with the state of the callbacks; "" for none.
     """
 
-    task: str
     number: int
     kind: str
     epoch: int
@@ -134,18 +130,15 @@ class HookCall:
 
 
 @dataclass(frozen=True)
-class ResultMessage:
+class ResultMessage(TaskMessage):
     """What summary.json is to hold."""
 
-    task: str
     summary: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(TaskMessage):
     """The task has done all that it had to do: an exit with code 0 is no accident now."""
-
-    task: str
 
 
 # From a launcher to a task.
@@ -201,7 +194,7 @@ DROPPABLE = Alive | ProgressMessage
 
 
 class ToLauncher:
-    """What a task can say to its launcher.
+    """What a task says to its launcher.
 
     Args:
         task: who speaks.
@@ -211,56 +204,19 @@ class ToLauncher:
     def __init__(self, task: str, post: Callable[[FromTask], None]) -> None:
         self.task, self._post = task, post
 
-    def alive(self) -> None:
-        self._post(Alive(self.task))
+    def send(self, message: FromTask) -> None:
+        """Sends a message, and puts the name of the task into it."""
+        self._post(dataclasses.replace(message, task=self.task))
 
-    def silence(self, secs: float) -> None:
-        self._post(Silence(self.task, secs))
-
-    def long_call(self, secs: float, where: str, is_users: bool) -> None:
-        self._post(LongCall(self.task, int(secs), where, is_users))
-
-    def stalled(self, secs: float, where: str, is_users: bool) -> None:
-        self._post(Stalled(self.task, int(secs), where, is_users))
-
-    def began(self, step: int) -> None:
-        self._post(Began(self.task, step))
-
-    def progress(
-        self, step: int, target_step: int, metrics: dict[str, float], steps_per_sec: float | None = None
-    ) -> None:
-        self._post(ProgressMessage(self.task, step, target_step, metrics, steps_per_sec))
-
+    # Many functions take a function of a text for the user.
     def status(self, text: str) -> None:
-        self._post(Status(self.task, text))
+        self.send(Status(text))
 
     def note(self, text: str) -> None:
-        self._post(Note(self.task, text))
+        self.send(Note(text))
 
     def warn(self, text: str) -> None:
-        self._post(Warned(self.task, text))
-
-    def saved(self, step: int, stopping: bool) -> None:
-        self._post(Saved(self.task, step, stopping))
-
-    def hook_call(
-        self,
-        number: int,
-        kind: str,
-        epoch: int,
-        step: int,
-        logs: dict[str, Any],
-        learning_rates: tuple[float, ...],
-        arrays: str,
-        state: str,
-    ) -> None:
-        self._post(HookCall(self.task, number, kind, epoch, step, logs, learning_rates, arrays, state))
-
-    def result(self, summary: dict[str, Any]) -> None:
-        self._post(ResultMessage(self.task, summary))
-
-    def done(self) -> None:
-        self._post(Done(self.task))
+        self.send(Warned(text))
 
 
 def metrics_text(metrics: dict[str, Any]) -> str:

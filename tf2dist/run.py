@@ -18,7 +18,7 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.location import check_shard
 from tf2dist.data.splits import Splits
 from tf2dist.errors import CheckpointError, Interrupted, reason_of
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import Began, ToLauncher
 from tf2dist.model.source import plain_model
 from tf2dist.process import devices, heartbeat, profiling
 from tf2dist.process.sigterm import end_on_sigterm, stop_when_asked
@@ -156,7 +156,7 @@ def announce(loop: Loop, note: str, run_dir: Path, to_launcher: ToLauncher) -> N
     for text in (note, loop.advice.note):
         if text and not loop.progress.global_step:  # a resumed run has printed it before
             to_launcher.note(text)
-    to_launcher.began(loop.progress.global_step)
+    to_launcher.send(Began(loop.progress.global_step))
     describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
     if loop.restored_from:
         to_launcher.note(loop.restored_from)

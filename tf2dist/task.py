@@ -21,7 +21,7 @@ from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError,
 from tf2dist.files import write_whole
 from tf2dist.fitting.ranges import predict_ranges
 from tf2dist.fitting.shipping import ShippedSource
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import Done, ToLauncher
 from tf2dist.model.source import RegisteredSource, Source
 from tf2dist.process import heartbeat, inbox
 from tf2dist.process.sigterm import end_on_sigterm
@@ -80,7 +80,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         with contextlib.suppress(OSError):  # on a full disk; the launcher still sees the exit code
             write_whole(record.path(run_dir / "logs", record.task), record.as_json())
         return record.exit_code
-    to_launcher.done()  # exit code 0 without this message: other code has ended the process
+    to_launcher.send(Done())  # exit code 0 without this message: other code has ended the process
     return 0
 
 

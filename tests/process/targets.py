@@ -11,12 +11,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tf2dist.messages import ToLauncher, ToTask, unpack
+from tf2dist.messages import ResultMessage, ToLauncher, ToTask, unpack
 
 
 def succeed(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     print("hello from", payload["name"], flush=True)
-    to_launcher.result({"name": payload["name"]})
+    to_launcher.send(ResultMessage({"name": payload["name"]}))
     return 0
 
 
@@ -28,7 +28,7 @@ def use_wrappers(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     before = [name for name in heavy if name in sys.modules]
     keras.wrappers.SKLearnClassifier(keras.Sequential([keras.layers.Dense(1)]))
     keras.visualization.plot_image_gallery  # noqa: B018
-    to_launcher.result({"before": before, "after": [name for name in heavy if name in sys.modules]})
+    to_launcher.send(ResultMessage({"before": before, "after": [name for name in heavy if name in sys.modules]}))
     return 0
 
 
@@ -40,7 +40,7 @@ def generate(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         return x + x if x > 0 else x
 
     tf.function(doubled)(tf.constant(1.0))
-    to_launcher.result({"pid": os.getpid(), "files": os.listdir(tempfile.gettempdir())})
+    to_launcher.send(ResultMessage({"pid": os.getpid(), "files": os.listdir(tempfile.gettempdir())}))
     if payload["waits"]:
         threading.Event().wait()
     return 0
@@ -61,7 +61,7 @@ def wait(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     child = os.fork()
     if child == 0:
         threading.Event().wait()
-    to_launcher.result({"pid": os.getpid(), "child": child})
+    to_launcher.send(ResultMessage({"pid": os.getpid(), "child": child}))
     threading.Event().wait()
     return 0
 
@@ -70,22 +70,23 @@ def listen(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Listens on every interface, as TensorFlow's servers do."""
     server = socket.create_server(("", payload["port"]))
     interfaces = [name for _, name in socket.if_nameindex()]
-    to_launcher.result({"interfaces": interfaces})
+    to_launcher.send(ResultMessage({"interfaces": interfaces}))
     server.accept()
     return 0
 
 
 def hear(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Waits for one line from the launcher and reports the task that it names."""
-    to_launcher.result({})
-    to_launcher.result({"heard": unpack(sys.stdin.readline().encode(), ToTask).task})
+    to_launcher.send(ResultMessage({}))
+    to_launcher.send(ResultMessage({"heard": unpack(sys.stdin.readline().encode(), ToTask).task}))
     return 0
 
 
 def surroundings(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Reports which variables with the job token this task and the fork server have."""
     server = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode().split("\0")
-    to_launcher.result({"names": [name for name in [*os.environ, *server] if name.startswith("TF2DIST_TOKEN")]})
+    names = [name for name in [*os.environ, *server] if name.startswith("TF2DIST_TOKEN")]
+    to_launcher.send(ResultMessage({"names": names}))
     return 0
 
 

@@ -15,7 +15,7 @@ with console_of(1) as console:
     console.note("fit: starting 2 workers")
     console.status("<b>starting</b>")
     for epoch in range({epochs}):
-        console.progress(ProgressMessage("worker-0", 6 * epoch + 3, 6 * {epochs}, {{"loss": 0.5}}, 10.0))
+        console.progress(ProgressMessage(6 * epoch + 3, 6 * {epochs}, {{"loss": 0.5}}, 10.0, task="worker-0"))
         console.epoch(epoch + 1, {epochs}, {{"loss": 0.25 - epoch / 1000, **metrics, "per_class": [0.1]}})
     console.epoch({epochs}, {epochs}, {{"loss": 0.125, **metrics}})
     console.note("done")

@@ -224,7 +224,7 @@ def test_hooks_are_called_in_the_order_of_keras(
 
     def script(leader: Leader) -> None:
         def progress(step: int) -> None:
-            leader.session.on_message(ProgressMessage("chief-0", step, 4, {"loss": 1.0}))
+            leader.session.on_message(ProgressMessage(step, 4, {"loss": 1.0}, task="chief-0"))
 
         progress(0)
         leader.call("begin", 0, 0)
@@ -284,7 +284,7 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     def script(leader: Leader) -> Change:
         leader.call("begin", 0, 0)
         for step in (3, 4):
-            leader.session.on_message(ProgressMessage("chief-0", step, 20, {"loss": 1.0}))
+            leader.session.on_message(ProgressMessage(step, 20, {"loss": 1.0}, task="chief-0"))
         assert leader.inbox.pause_wanted.wait(30)
         sent.put(leader.hooks.wanted())
         change = leader.call("pause", 0, 7)

@@ -144,7 +144,7 @@ def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
         reporter.set_target(21, ended_by="train.until_secs=5")
     shown = [(message.step, message.steps_per_sec) for message in sent if isinstance(message, Shown)]
     assert shown == [(1, None), (10, 4.5), (20, 3.8), (21, 3.33)], "the rate is that of the summary"
-    assert sent[-1] == Note("chief-0", "train.until_secs=5 ended the run at step 21 of 100")
+    assert sent[-1] == Note("train.until_secs=5 ended the run at step 21 of 100", task="chief-0")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["training_secs"] for row in records if "training_secs" in row] == [2.0, 2.0, 5.0, 5.0, 5.0, 6.0]
     rates = [(row["step"], row["steps_per_sec"], row["training_secs"]) for row in records if "steps_per_sec" in row]

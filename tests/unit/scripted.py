@@ -56,14 +56,14 @@ class ScriptedLauncher:
         if restarts:
             self._silent = ""
             self._script += [(self.now + 1, ended(name, 0)) for name in TASKS if len(self.tasks) == len(TASKS)]
-            self._script.append((self.now, ResultMessage(TASKS[0], {"done": True})))
+            self._script.append((self.now, ResultMessage({"done": True}, task=TASKS[0])))
 
     def events(self, timeout_secs: float) -> Iterator[Any]:
         self.now += timeout_secs
         assert self.now < 1000, "the wait does not end"
         for task in list(self.tasks):
             if task != self._silent or self.now < 101:
-                yield Alive(task)
+                yield Alive(task=task)
         due = [event for at, event in self._script if at <= self.now]
         self._script = [(at, event) for at, event in self._script if at > self.now]
         for event in due:
@@ -72,7 +72,7 @@ class ScriptedLauncher:
                 continue
             if isinstance(event, Exited):
                 if event.code == 0 and not isinstance(event, EndedEarly):
-                    yield Done(event.task)
+                    yield Done(task=event.task)
                 self.tasks.pop(event.task, None)
             yield event
 

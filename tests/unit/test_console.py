@@ -23,7 +23,7 @@ from tf2dist.launch import console
 from tf2dist.launch.console import Console, Unblocked
 from tf2dist.messages import ProgressMessage
 
-PROGRESS = ProgressMessage("chief-0", step=1200, target_step=2750, metrics={"loss": 0.31213, "accuracy": 0.9})
+PROGRESS = ProgressMessage(step=1200, target_step=2750, metrics={"loss": 0.31213, "accuracy": 0.9}, task="chief-0")
 PARTS = ["step 1,200/2,750", "loss 0.3121", "1,520 steps/s", "0:01 left"]
 
 
@@ -100,7 +100,7 @@ import sys
 from tf2dist.launch.console import Console
 from tf2dist.messages import ProgressMessage
 with Console() as live:
-    live.progress(ProgressMessage("chief-0", 1200, 2750, {"loss": 0.31213}, 1520.0))
+    live.progress(ProgressMessage(1200, 2750, {"loss": 0.31213}, 1520.0, task="chief-0"))
     for line in open(0, encoding="utf-8"):
         say, _, text = line.strip().partition(" ")
         getattr(live, say)(text)

@@ -127,4 +127,4 @@ def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.Monk
     with contextlib.suppress(KeyError), heartbeat.announce_silence(30.0):
         assert heartbeat._deadline > time.monotonic() + 35.0, "the watchdog must wait too"
         raise KeyError
-    assert messages == [Silence("worker-0", 30.0), Silence("worker-0", 0.0)]
+    assert messages == [Silence(30.0, task="worker-0"), Silence(0.0, task="worker-0")]

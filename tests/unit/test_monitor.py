@@ -29,7 +29,7 @@ from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_a_result_after_an_echo_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str], max_restarts: int) -> None:
-    result = ResultMessage(TASKS[0], {"done": True})
+    result = ResultMessage({"done": True}, task=TASKS[0])
     launcher = ScriptedLauncher(
         tmp_path, [(104.0, ended("worker-1", 138)), (104.5, result), (106.0, ended(TASKS[0], 0))]
     )
@@ -40,7 +40,7 @@ def test_a_result_after_an_echo_counts(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_result_ends_the_wait_for_the_cause_of_an_echo(tmp_path: Path) -> None:
     """The cause is a frozen task here, whose end is never reported."""
-    result = ResultMessage("chief-0", {"done": True})
+    result = ResultMessage({"done": True}, task="chief-0")
     script = [(104.0, ended("worker-1", 138)), (104.5, result), (105.0, ended("chief-0", 0))]
     launcher = ScriptedLauncher(tmp_path, script, silent="worker-2")
     launcher.reaps = False
@@ -82,7 +82,7 @@ def test_a_task_that_ends_too_early_with_code_0_is_lost(
 ) -> None:
     tasks = TASKS if mode == "sync" else ["chief-0", "ps-0", "worker-0"]
     end = EndedEarly(task, 0, 0.0)
-    result = ResultMessage(tasks[0], {"done": True})
+    result = ResultMessage({"done": True}, task=tasks[0])
     script = [(103.0, end), (110.0, result), *((111.0, ended(name, 0)) for name in tasks)]
     launcher = ScriptedLauncher(tmp_path, script)
     found = follow(launcher, RunConfig(mode=mode), tasks, start=lambda name, _: launcher.tasks.update({name: 1}))
@@ -127,7 +127,7 @@ def test_an_echo_without_a_cause_is_reported_itself(
     launcher = ScriptedLauncher(
         tmp_path,
         [
-            (102.0, Saved("worker-0", 7, False)),
+            (102.0, Saved(7, False, task="worker-0")),
             (104.0, ended("worker-0", 138)),
         ],
     )
@@ -157,7 +157,7 @@ def _run_out_of_memory(launcher: ScriptedLauncher, timeout_secs: float, events: 
 def test_tasks_learn_which_worker_of_another_host_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A call to the lost worker may hang, so the coordinator must cut its connections to it."""
     launcher = ScriptedLauncher(
-        tmp_path, [(106.0, ResultMessage("chief-0", {"done": True})), (107.0, ended("chief-0", 0))]
+        tmp_path, [(106.0, ResultMessage({"done": True}, task="chief-0")), (107.0, ended("chief-0", 0))]
     )
     meeting = ScriptedMeeting(launcher, [(103.0, Lost("worker-1", "silent for 6 s")), (104.0, Back("worker-1"))])
     assert follow(launcher, RunConfig(mode="async"), ["chief-0"], meeting=meeting)["done"]
@@ -169,9 +169,9 @@ def test_tasks_learn_which_worker_of_another_host_is_gone(tmp_path: Path, capsys
 def test_the_summary_tells_which_worker_was_there_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that leaves is told as such, and nothing but its return follows from it."""
     script = [
-        (102.0, ProgressMessage("chief-0", 40, 100, {"loss": 1.0})),
-        (104.0, ProgressMessage("chief-0", 60, 100, {"loss": 1.0})),
-        (106.0, ResultMessage("chief-0", {"done": True})),
+        (102.0, ProgressMessage(40, 100, {"loss": 1.0}, task="chief-0")),
+        (104.0, ProgressMessage(60, 100, {"loss": 1.0}, task="chief-0")),
+        (106.0, ResultMessage({"done": True}, task="chief-0")),
         (107.0, ended("chief-0", 0)),
     ]
     launcher = ScriptedLauncher(tmp_path, script)

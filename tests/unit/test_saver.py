@@ -52,7 +52,7 @@ def test_a_full_disk_is_a_warning_and_saving_is_retried(tmp_path: Path) -> None:
     disk.full = False
     saver.save(lambda: frozen(2))
     saver.wait()
-    assert sent[-1] == Saved("chief-0", 2, stopping=False)
+    assert sent[-1] == Saved(2, stopping=False, task="chief-0")
     assert not saver.due()
     assert_same(disk.newest(fail), snapshot(2))
 
@@ -98,7 +98,7 @@ def test_the_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> Non
         assert sent == []
         disk.may_write.set()
         saver.save(lambda: frozen(2), stopping=True)
-        assert sent == [Saved("chief-0", 1, stopping=False), Saved("chief-0", 2, stopping=True)]
+        assert sent == [Saved(1, stopping=False, task="chief-0"), Saved(2, stopping=True, task="chief-0")]
         disk.may_write.clear()
         saver.save(lambda: frozen(3))
         threading.Timer(0.2, disk.may_write.set).start()
@@ -176,7 +176,7 @@ def test_older_checkpoints_are_removed_for_the_last_one(tmp_path: Path, stopping
         saver.retry(4, lambda: frozen(4))
     assert steps_on(disk) == [2, 3, 4]
     text = "step-0000000001 was removed: the disk is full, and the new checkpoint needs its room"
-    assert sent == [Warned("chief-0", text), Saved("chief-0", 4, stopping)]
+    assert sent == [Warned(text, task="chief-0"), Saved(4, stopping, task="chief-0")]
     assert_same(disk.newest(fail), snapshot(4))
 
 
@@ -196,11 +196,11 @@ def test_a_disk_without_room_to_freeze_the_run(tmp_path: Path) -> None:
     saver.save(freeze)
     saver.wait()
     text = "the run could not be saved (No space left on device); what was saved before stays"
-    assert sent == [Warned("chief-0", text)]
+    assert sent == [Warned(text, task="chief-0")]
     assert steps_on(disk) == [1, 2]
     saver.save(freeze, stopping=True)
     assert steps_on(disk) == [2, 3]
-    assert sent[-1] == Saved("chief-0", 3, stopping=True)
+    assert sent[-1] == Saved(3, stopping=True, task="chief-0")
 
 
 def test_the_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:

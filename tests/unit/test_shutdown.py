@@ -22,7 +22,7 @@ from tf2dist.hosts.messages import Ended, Stop
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
 
-BEGUN = Began(TASKS[0], 0)
+BEGUN = Began(0, task=TASKS[0])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_stop_waits_for_grace_secs_only_if_there_is_something_to_save(
 @pytest.mark.parametrize("saved_at", [103.0, 105.5])  # the leader may have heard of the stop from another host's task
 @pytest.mark.parametrize(("stopping", "printed"), [(False, "not saved since step 40"), (True, "saved at step 40")])
 def test_a_stop_says_whether_it_has_saved(tmp_path: Path, saved_at: float, stopping: bool, printed: str) -> None:
-    saved = Saved(TASKS[0], 40, stopping)
+    saved = Saved(40, stopping, task=TASKS[0])
     script: list[tuple[float, Any]] = [(102.0, BEGUN), (saved_at, saved)]
     launcher = ScriptedLauncher(tmp_path, [*script, (104.5, Signalled()), (106.0, ended(TASKS[0], 143))])
     config = RunConfig(mode="sync")

@@ -27,7 +27,9 @@ def test_a_task_that_waits_for_a_silent_one_is_not_stalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asleep: bool, runs: bool
 ) -> None:
     """Also if the launcher was stopped when the task fell silent, and first gets the other task's report."""
-    launcher = ScriptedLauncher(tmp_path, [(105.0, Stalled("worker-0", 10, "", False))], silent="worker-1", runs=runs)
+    launcher = ScriptedLauncher(
+        tmp_path, [(105.0, Stalled(10, "", False, task="worker-0"))], silent="worker-1", runs=runs
+    )
     monkeypatch.setattr(
         launcher,
         "events",
@@ -44,7 +46,7 @@ def _sleep_once(launcher: ScriptedLauncher, timeout_secs: float) -> Iterator[Any
 
 
 def stalled(task: str, where: str = "", is_users: bool = False) -> Stalled:
-    return Stalled(task, 605, where, is_users)
+    return Stalled(605, where, is_users, task=task)
 
 
 def test_a_task_stuck_in_the_users_code_is_not_restarted(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_the_user_sees_which_functions_tasks_are_in(tmp_path: Path, capsys: pyte
 
     def long_call(task: str, is_users: bool) -> LongCall:
         where = "load (mine.py:3)" if is_users else "join (tf2dist/strategy.py:8)"
-        return LongCall(task, 30, where, is_users)
+        return LongCall(30, where, is_users, task=task)
 
     script: list[tuple[float, Any]] = [
         (103.0, long_call("worker-0", False)),
@@ -75,7 +77,7 @@ def test_the_user_sees_which_functions_tasks_are_in(tmp_path: Path, capsys: pyte
     ]
     script += [
         (106.5, long_call("worker-1", True)),
-        (110.0, ResultMessage(TASKS[0], {"done": 1})),
+        (110.0, ResultMessage({"done": 1}, task=TASKS[0])),
     ]
     script += [(111.0, ended(task, 0)) for task in TASKS]
     printed = warnings_of(ScriptedLauncher(tmp_path, script), capsys)
@@ -83,7 +85,7 @@ def test_the_user_sees_which_functions_tasks_are_in(tmp_path: Path, capsys: pyte
 
 
 def test_a_single_task_without_progress_is_stalled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    launcher = ScriptedLauncher(tmp_path, [(105.0, Stalled("worker-0", 10, "", False))])
+    launcher = ScriptedLauncher(tmp_path, [(105.0, Stalled(10, "", False, task="worker-0"))])
     printed = warnings_of(launcher, capsys)
     assert "worker-0 made no progress for 10 s, see the stacks in its log; starting all tasks again" in printed
 
@@ -125,7 +127,7 @@ def test_only_a_running_task_gets_time_to_write_its_stacks(
 def test_a_stalled_task_that_ends_at_once_is_not_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = [(115.0, Stalled("worker-0", 10, "", False)), (115.0, ended("worker-0", 138))]
+    script = [(115.0, Stalled(10, "", False, task="worker-0")), (115.0, ended("worker-0", 138))]
     launcher = ScriptedLauncher(tmp_path, script)
     monkeypatch.setattr(launcher, "start", partial(start_with_echo, launcher, "worker-0"))
     printed = warnings_of(launcher, capsys)

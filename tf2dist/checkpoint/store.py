@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot, flush, folder_name, read, verify, write
 from tf2dist.errors import CheckpointError
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import Saved, ToLauncher
 
 TEMPORARY = ".part-"
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk itself, or this user's quota
@@ -290,7 +290,7 @@ class Saver(NoSaver):
             self._failed(f"step {snapshot.step}", error)
         else:
             self.saved_step = snapshot.step
-            self._to_launcher.saved(snapshot.step, stopping)
+            self._to_launcher.send(Saved(snapshot.step, stopping))
 
     def _failed(self, what: str, error: OSError) -> None:
         # Such as a full disk, which may have room again later: no reason to stop a training.

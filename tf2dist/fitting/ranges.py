@@ -27,7 +27,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError, first_line
 from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.launch.run_dir import RANGES
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher
 from tf2dist.process import devices, heartbeat
 
 DESCRIPTION = "prediction.json"
@@ -194,10 +194,11 @@ def predict_ranges(
             done = ranges.num_done()
             rate = (done - done_at_start) * ranges.size / batch_size / (time.monotonic() - start)
             target = math.ceil(ranges.num_examples / batch_size)
-            to_launcher.progress(min(done * ranges.size // batch_size, target), target, {"loss": math.nan}, rate)
+            step = min(done * ranges.size // batch_size, target)
+            to_launcher.send(ProgressMessage(step, target, {"loss": math.nan}, rate))
     if task == cluster.leader:
         secs = round(time.monotonic() - start, 3)
-        to_launcher.result({"model": source.name, "examples": ranges.num_examples, "secs": secs})
+        to_launcher.send(ResultMessage({"model": source.name, "examples": ranges.num_examples, "secs": secs}))
 
 
 def as_keras_takes(leaf: np.ndarray | None) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import Alive, LongCall, Silence, Stalled, ToLauncher
 from tf2dist.tf_constants import AUTOGRAPH_FILE, CALLS_PYTHON
 
 PACKAGE = str(Path(__file__).parents[1])  # the whole package
@@ -128,12 +128,12 @@ def announce_silence(secs: float) -> Iterator[None]:
     global _deadline
     # When the lock is released the thread may run before the main thread, and must not find the deadline passed.
     _deadline = max(_deadline, time.monotonic() + _watchdog_secs + secs)
-    _to_launcher.silence(secs)
+    _to_launcher.send(Silence(secs))
     try:
         yield
     finally:
         # From now on silence counts again, however much of the announced time is left.
-        _to_launcher.silence(0.0)
+        _to_launcher.send(Silence(0.0))
 
 
 def _report(to_launcher: ToLauncher, every_secs: float) -> None:
@@ -144,12 +144,12 @@ def _report(to_launcher: ToLauncher, every_secs: float) -> None:
         if now > _deadline:
             _write_stacks(secs)
             _set_deadline()  # so that the next report comes after a full period instead of every second
-            to_launcher.stalled(secs, *current_function())
+            to_launcher.send(Stalled(int(secs), *current_function()))
         elif now - max(reported_at, _progress_at) >= LONG_CALL_EVERY_SECS:
             reported_at = now
-            to_launcher.long_call(secs, *current_function())
+            to_launcher.send(LongCall(int(secs), *current_function()))
         else:
-            to_launcher.alive()
+            to_launcher.send(Alive())
         time.sleep(every_secs)
 
 

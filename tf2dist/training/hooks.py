@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tf2dist.checkpoint.snapshot import pack, unpack
-from tf2dist.messages import HookAnswer, ToLauncher
+from tf2dist.messages import HookAnswer, HookCall, ToLauncher
 from tf2dist.process.inbox import Inbox
 
 NamedArrays = dict[str, np.ndarray]
@@ -133,7 +133,7 @@ class LauncherHooks:
         if kind == "pause":
             self._inbox.pause_wanted.clear()
         files = self._write("arrays", arrays()), self._write("state", state if kind == "begin" else {})
-        self._to_launcher.hook_call(self._number, kind, epoch, step, logs, learning_rates, *files)
+        self._to_launcher.send(HookCall(self._number, kind, epoch, step, logs, learning_rates, *files))
 
     def _write(self, name: str, arrays: NamedArrays) -> str:
         return write_arrays(self._folder / f"call-{self._number}-{name}.npz", arrays) if arrays else ""

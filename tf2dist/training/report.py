@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
-from tf2dist.messages import ToLauncher, metrics_text
+from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.metrics import Metrics, Results
 from tf2dist.training.about import About, LearningRates, hparams_of, summary_of
@@ -175,7 +175,7 @@ class Reporter(NoReporter):
         metrics, rate = self._shown.since_last(progress), self.steps_per_sec()
         # Rounded as in the summary, or the two might be shown as 147 and 148.
         target = self.target_step if self.target_step < UNKNOWN_STEPS else 0
-        self._to_launcher.progress(progress.global_step, target, metrics, rate and round(rate, 2))
+        self._to_launcher.send(ProgressMessage(progress.global_step, target, metrics, rate and round(rate, 2)))
 
     def set_learning_rates(self, rates: LearningRates) -> None:
         self._rates = rates
@@ -262,4 +262,4 @@ class Reporter(NoReporter):
                 "keras": keras.__version__,
             },
         }
-        self._to_launcher.result(summary)
+        self._to_launcher.send(ResultMessage(summary))
