@@ -42,9 +42,7 @@ def part_of(
     """These variables as the only part of a model, on this process's CPU."""
     from tf2dist.training.parameter_server.server import PartSpec
 
-    return PartSpec(
-        "CPU:0", variables, [], make_optimizer, "optimizer", num_workers, num_metrics, keeps_rate=keeps_rate
-    )
+    return PartSpec("CPU:0", variables, [], make_optimizer, num_workers, num_metrics, keeps_rate=keeps_rate)
 
 
 def server_of(config: RunConfig, *part: Any, **more: Any) -> Any:

@@ -222,7 +222,7 @@ def test_clipping_by_the_global_norm_sees_all_gradients(async_loop: MakeLoop) ->
 def test_clipping_by_a_norm_that_the_ps_cannot_know_is_refused(async_loop: MakeLoop) -> None:
     config = run_config(optimizer="sgd")
     config.optimizer |= {"global_clipnorm": 1.0, "gradient_accumulation_steps": 2}
-    with pytest.raises(ConfigError, match=r"optimizer \(sgd\): with mode=async global_clipnorm cannot clip"):
+    with pytest.raises(ConfigError, match=r"optimizer \(SGD\): with mode=async global_clipnorm cannot clip"):
         async_loop(config, num_workers=1)
 
 

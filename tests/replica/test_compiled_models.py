@@ -16,7 +16,7 @@ from tests.replica.small_runs import run_config, source_and_splits
 from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
-from tf2dist.model import checks
+from tf2dist.model import checks, support
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.source import EpochPlan, MakeOptimizer, build_step, plain_model
 from tf2dist.model.step import ModelStep, StepOutput
@@ -133,12 +133,14 @@ LOSSES: dict[str, tuple[str, Callable[[], keras.Model], bool]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_that_several_workers_cannot_share_are_refused(name: str) -> None:
     says, make, is_refused_for_one = LOSSES[name]
+    refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*[a-z']$")
+    if is_refused_for_one:
+        with refusal:
+            built(make)
+        return
     step, _ = built(make)
-    for num_replicas in (1, 3):
-        is_refused = says and (num_replicas > 1 or is_refused_for_one)
-        refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*[a-z']$")
-        with refusal if is_refused else contextlib.nullcontext():
-            checks.check_losses("given", step, num_replicas)
+    with refusal if says else contextlib.nullcontext():
+        support.check_step(support.SEVERAL, "given", step)
 
 
 WEIGHTED = {
@@ -343,7 +345,7 @@ def test_what_parts_of_a_batch_do_not_give_together_is_refused(name: str) -> Non
             note = checks.check_batches("given", step, splits, gathers=not is_told)
             assert bool(note) == (says == NOTED)
             if is_told:
-                checks.check_aggregation("given", step, "mode=sync_replicas")
+                support.check_step(support.SEVERAL_REPLICAS, "given", step)
 
 
 def test_a_number_for_a_batch_is_weighted_by_its_examples_beside_a_mask() -> None:
@@ -389,7 +391,7 @@ def test_losses_that_are_one_number_for_a_batch(name: str) -> None:
 def test_masked_losses_are_refused_where_the_shares_of_workers_are_fixed(make: Callable[[], keras.Model]) -> None:
     step, _ = built(make)
     with pytest.raises(ConfigError, match=rf"^model \(given\): .*{PARTS}.* with mode=sync_replicas .*; use mode=sync"):
-        checks.check_unweighted("given", step, "mode=sync_replicas")
+        support.check_step(support.SEVERAL_REPLICAS, "given", step)
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]
@@ -442,7 +444,7 @@ def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
     model = keras.Sequential([keras.Input([4]), layers.Dense(3, "softmax")])
     compiled(model, "categorical_crossentropy", metrics=all_metrics(), weighted_metrics=all_metrics())
     step = ModelStep(model, examples.layout)
-    checks.check_metrics("given", step)
+    support.check_step(support.ALL, "given", step)
     evaluate, sums = step.evaluate_function(), np.zeros(1 + step.metrics.size)
     for part in (examples[:7], examples[7:64], examples[64:]):
         sums += evaluate(*step.values(), part.leaves).numpy()

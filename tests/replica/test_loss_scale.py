@@ -163,8 +163,8 @@ REFUSED = r"optimizer \(.*\): a LossScaleOptimizer leaves out .*with {} nobody s
 def test_it_is_refused_with_parameter_servers(
     async_loop: Callable[..., Any], replicas_loop: Callable[..., Any]
 ) -> None:
-    for make_loop in (async_loop, replicas_loop):
-        with pytest.raises(ConfigError, match=REFUSED.format("parameter servers")):
+    for make_loop, mode in ((async_loop, "async"), (replicas_loop, "sync_replicas")):
+        with pytest.raises(ConfigError, match=REFUSED.format(f"mode={mode}")):
             make_loop(config_of("half", 1))
 
 

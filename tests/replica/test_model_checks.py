@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -14,9 +15,10 @@ from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import data, registry
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
-from tf2dist.model import builtin, checks
+from tf2dist.model import builtin, checks, support
 from tf2dist.model.source import build_step
 from tf2dist.model.step import ModelStep
+from tf2dist.training.synchronous.sync_setup import _check
 
 layers = keras.layers
 ARRAYS = "tf2dist.data.Arrays of x and y"
@@ -134,18 +136,27 @@ def test_an_optimizer_that_cannot_be_used_is_refused(register: Callable[..., Non
 )
 def test_state_that_cannot_be_averaged_is_refused(dtype: str, is_refused: bool) -> None:
     state = [keras.Variable(np.ones(2, dtype), trainable=False, dtype=dtype, name="seen")]
+    step: Any = SimpleNamespace(state=state, model=None)
     with pytest.raises(ConfigError, match=f"seen is of type {dtype}") if is_refused else contextlib.nullcontext():
-        checks.check_state("mine", state)
+        support.check_step(support.SYNC, "mine", step)
 
 
-def test_synchronized_layers_are_refused_with_xla() -> None:
+def check_synchronously(examples: int, *, xla: bool) -> None:
+    """What mode=sync checks of a model with a synchronized layer, for three workers and so many examples."""
     norm = layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
     model.compile("sgd", "sparse_categorical_crossentropy")
-    step = ModelStep(model, source_and_splits(run_config())[1].layout)
-    checks.check_compiled("mine", step, by_xla_for_several=False)
+    config = run_config()
+    config.devices.xla = xla
+    step = ModelStep(model, source_and_splits(config)[1].layout)
+    sharding: Any = SimpleNamespace(num_examples=examples, step_size=60)
+    _check("mine", config, step, sharding, 3)
+
+
+def test_synchronized_layers_are_refused_with_xla() -> None:
+    check_synchronously(600, xla=False)
     with pytest.raises(ConfigError, match=r"is synchronized, which devices.xla=true cannot compile"):
-        checks.check_compiled("mine", step, by_xla_for_several=True)
+        check_synchronously(600, xla=True)
 
 
 def test_data_of_another_type_is_refused(register: Callable[..., None]) -> None:
@@ -168,12 +179,10 @@ def test_data_of_another_type_is_refused(register: Callable[..., None]) -> None:
 
 def test_synchronized_layers_need_an_example_for_each_worker_in_the_last_step() -> None:
     """A worker without one computes an example of padding, which the layer would count like the others."""
-    norm = layers.BatchNormalization(synchronized=True)
-    model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
     for last_batch in (0, 3, 57):  # 0: the last step is as large as the others
-        checks.check_last_batch("mine", model, last_batch, 3)
+        check_synchronously(600 + last_batch, xla=False)
     with pytest.raises(ConfigError, match=r"model \(mine\): batch_norm.* 2 examples for 3 workers"):
-        checks.check_last_batch("mine", model, 2, 3)
+        check_synchronously(602, xla=False)
 
 
 PLUGIN = """

@@ -8,7 +8,7 @@ import keras
 import pytest
 
 from tf2dist.errors import ConfigError
-from tf2dist.model import optimizer_checks
+from tf2dist.model import support
 from tf2dist.model.source import copies_of
 
 layers = keras.layers
@@ -60,15 +60,15 @@ class OwnApply(keras.optimizers.SGD):
 
 
 def test_an_optimizer_that_needs_all_gradients_is_refused() -> None:
-    optimizer_checks.check_own_apply("mine", keras.optimizers.SGD(), 2)
-    optimizer_checks.check_own_apply("mine", OwnApply(), 1)
-    with pytest.raises(ConfigError, match=r"optimizer \(mine\): OwnApply has apply of its own.*; use one ps, or"):
-        optimizer_checks.check_own_apply("mine", OwnApply(), 2)
+    support.check_optimizer(support.SEVERAL_PS, keras.optimizers.SGD())
+    support.check_optimizer(support.ASYNC, OwnApply())
+    with pytest.raises(ConfigError, match=r"optimizer \(OwnApply\): OwnApply has apply of its own.*; use one ps, or"):
+        support.check_optimizer(support.SEVERAL_PS, OwnApply())
 
 
 def test_clipping_by_the_global_norm_is_refused_with_accumulated_gradients() -> None:
-    both = {"global_clipnorm": 1.0, "gradient_accumulation_steps": 2}
+    both, trained = {"global_clipnorm": 1.0, "gradient_accumulation_steps": 2}, [keras.Variable([1.0])]
     for name, value in both.items():
-        optimizer_checks.check_clipping("sgd", keras.optimizers.SGD(**{name: value}))
-    with pytest.raises(ConfigError, match=r"optimizer \(sgd\): with mode=async global_clipnorm cannot clip"):
-        optimizer_checks.check_clipping("sgd", keras.optimizers.SGD(**both))
+        support.check_optimizer(support.ASYNC, keras.optimizers.SGD(**{name: value}), trained)
+    with pytest.raises(ConfigError, match=r"optimizer \(SGD\): with mode=async global_clipnorm cannot clip"):
+        support.check_optimizer(support.ASYNC, keras.optimizers.SGD(**both), trained)

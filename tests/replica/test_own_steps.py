@@ -20,7 +20,7 @@ from tf2dist.config.schema import AlgorithmConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
-from tf2dist.model import checks
+from tf2dist.model import checks, support
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.source import build_step
 from tf2dist.training.synchronous.sync_setup import step_class
@@ -205,11 +205,11 @@ def after_update(self: Linear, data: Any) -> Any:
 def test_where_updates_wait_for_the_end_of_a_step_a_step_that_needs_them_is_refused_or_noted() -> None:
     repeats, reads = step_of(lambda: linear(train_step=twice)), step_of(lambda: linear(train_step=after_update))
     with pytest.raises(ConfigError, match=r"model \(m\): its train_step applies an optimizer, or .*use mode=sync"):
-        checks.check_updates("m", repeats)
-    assert "reads weights that it has updated: with mode=async" in checks.check_updates("m", reads)
+        support.check_step(support.ASYNC, "m", repeats)
+    assert "reads weights that it has updated: with mode=async" in checks.note_on_phases(reads)
     for step in (repeats, reads):
         with pytest.raises(ConfigError, match="goes on with what it has updated, and with mode=sync_replicas all"):
-            checks.check_whole_updates("m", step, "mode=sync_replicas")
+            support.check_step(support.SYNC_REPLICAS, "m", step)
         with pytest.raises(ConfigError, match="with algorithm=local_sgd all updates"):
             step_class("m", AlgorithmConfig(kind="local_sgd", local_steps=4), step)
 
@@ -236,9 +236,8 @@ def gathering(self: Linear, data: Any) -> Any:
 
 def test_gathering_is_refused_with_xla_and_takes_numbers() -> None:
     step = step_of(lambda: linear(train_step=gathering))
-    checks.check_compiled("m", step, by_xla_for_several=False)
     with pytest.raises(ConfigError, match=r"model \(m\): calls tf2dist.gather, which devices.xla=true cannot compile"):
-        checks.check_compiled("m", step, by_xla_for_several=True)
+        support.check_step(support.XLA_ON_SEVERAL, "m", step)
     with pytest.raises(TypeError, match="gather takes floats and integers, and not string"):
         tf2dist.gather(["a"])
 

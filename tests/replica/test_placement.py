@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -19,7 +20,8 @@ from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.model.optimizer_checks import ELEMENTWISE, check_parts
+from tf2dist.model import support
+from tf2dist.model.features import ELEMENTWISE
 from tf2dist.model.shards import all_parts, joined, parts_of
 from tf2dist.process import placement
 from tf2dist.tf_internals import fresh_names
@@ -80,7 +82,7 @@ def test_large_variables_are_cut(async_loop: MakeLoop, capfd: pytest.CaptureFixt
 
     config = placed("partitioned")
     config.optimizer["clipnorm"] = 1.0
-    with pytest.raises(ConfigError, match=r"optimizer \(adam\): with cluster.placement=partitioned sequential"):
+    with pytest.raises(ConfigError, match=r"optimizer \(Adam\): with cluster.placement=partitioned sequential"):
         async_loop(config)
     assert not any(len(parts_of(variable)) > 1 for variable in async_loop(placed("partitioned"), 1, 1).model.variables)
 
@@ -330,8 +332,12 @@ def test_a_cut_variable_is_used_as_a_whole() -> None:
 
 def test_what_needs_a_whole_variable_is_refused() -> None:
     variable = cut_variable()
-    check_parts("it", keras.optimizers.Lamb(), [keras.Variable([1.0])])
-    check_parts("it", keras.optimizers.Adam(global_clipnorm=1.0, clipvalue=None), parts_of(variable))
+
+    def check(optimizer: keras.Optimizer, *variables: keras.Variable) -> None:
+        support.check_optimizer(support.PARTITIONED, optimizer, variables)
+
+    check(keras.optimizers.Lamb(), keras.Variable([1.0]))
+    check(keras.optimizers.Adam(global_clipnorm=1.0, clipvalue=None), variable)
 
     class Own(keras.optimizers.SGD):
         """An optimizer of a user's own."""
@@ -341,9 +347,10 @@ def test_what_needs_a_whole_variable_is_refused() -> None:
         (Own(), "Own may need the whole of it"),
         (keras.optimizers.Adam(clipnorm=1.0), "clipnorm needs the norm of its whole gradient; use"),
     ):
-        with pytest.raises(ConfigError, match=rf"^optimizer \(it\): .* is cut over several ps, and {told}"):
-            check_parts("it", optimizer, parts_of(variable))
+        with pytest.raises(ConfigError, match=rf"^optimizer \(\w+\): .* is cut over several ps, and {told}"):
+            check(optimizer, variable)
     constrained = cut_variable()
     constrained.constraint = keras.constraints.MaxNorm(1.0)
-    with pytest.raises(ConfigError, match=r"^model: .* the constraint of .* needs the whole of it; use"):
-        check_parts("it", keras.optimizers.SGD(), parts_of(constrained))
+    model: Any = SimpleNamespace(trainable_variables=[constrained])
+    with pytest.raises(ConfigError, match=r"^model \(it\): .* and its constraint needs the whole of it; use"):
+        support.check_model(support.PARTITIONED, "it", model)

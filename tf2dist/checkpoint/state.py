@@ -16,6 +16,7 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
+from tf2dist.model.features import finalizes
 from tf2dist.model.shards import Part, assign_piece, joined, parts_of, read_piece, row_pieces
 from tf2dist.registry import DATA_OF_FIT
 from tf2dist.tf_internals import (
@@ -307,12 +308,6 @@ def take_over(
     of_earlier = named_variables(model, variables, [earlier])
     state = values({name: slots for name, slots in of_earlier.items() if name.startswith("optimizer/")})
     assign(named, state, by_row)
-
-
-def finalizes(optimizer: keras.Optimizer) -> bool:
-    """Whether the optimizer changes the weights at the end of a training."""
-    usual, inner = keras.optimizers.Optimizer.finalize_variable_values, inner_optimizers(optimizer)
-    return any(one.use_ema or type(one).finalize_variable_values is not usual for one in inner)
 
 
 def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Variable]]]) -> dict[str, np.ndarray]:

@@ -11,8 +11,7 @@ import tensorflow as tf
 from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.errors import FitError, kind_of
 from tf2dist.linux import free_memory
-from tf2dist.model.checks import check_trainable
-from tf2dist.model.optimizer_checks import check_loss_scale
+from tf2dist.model import support
 
 # Options of the command line that are arguments of `fit`. Given twice they could contradict each other.
 ARGUMENT_OF = {
@@ -117,23 +116,12 @@ def check_model(name: str, model: keras.Model, mode: str) -> None:
     Raises:
         FitError: naming the model and the reason.
     """
-    if model.run_eagerly:
-        raise FitError(
-            f"model ({name}): has run_eagerly=True, but the tasks compile their steps; leave it out, and use tf.print "
-            "to see values inside the model"
-        )
-    check_trainable(name, model)
+    support.check_model(support.BUILT, name, model)
     if model.optimizer is None:
         raise FitError(f"model ({name}): is compiled without an optimizer; give one to model.compile")
-    if mode != "sync":
-        check_loss_scale(name, model.optimizer, f"mode={mode}")
-    # Keras applies a constraint to the weights after an update. On a ps another worker's update may come in between.
-    constrained = [weight for weight in model.trainable_weights if weight.constraint is not None]
-    if mode == "async" and constrained:
-        raise FitError(
-            f"model ({name}): {constrained[0].path} has a constraint, which concurrent updates of several workers "
-            "would break; use mode='sync'"
-        )
+    way = {"async": support.ASYNC, "sync": support.SYNC, "sync_replicas": support.SYNC_REPLICAS}[mode]
+    support.check_model(way, name, model)
+    support.check_optimizer(way, model.optimizer)
 
 
 def check_memory(name: str, variables: Sequence[keras.Variable]) -> None:

@@ -6,17 +6,8 @@ from typing import Any
 import keras
 
 from tf2dist.errors import ConfigError, kind_of, reason_of
-from tf2dist.model.shards import Part
 from tf2dist.tf_internals import choose_by_path, counter_of, groups_of, inner_optimizers
 
-# Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
-# be updated apart. Not so where an update depends on a norm over the variable (Lamb, Muon) or on its rows and columns
-# (Adafactor), and a class of a user's own may do either.
-ELEMENTWISE = (
-    *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adagrad),
-    *(keras.optimizers.RMSprop, keras.optimizers.Nadam, keras.optimizers.Adadelta, keras.optimizers.Adamax),
-    *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.ScheduleFreeAdamW),
-)
 AROUND_OTHERS = (keras.optimizers.MultiOptimizer, keras.optimizers.LossScaleOptimizer)
 PLAIN = (bool, int, float, str, type(None))  # the types of an optimizer's settings, other than a schedule
 
@@ -43,20 +34,6 @@ def _check_inner(name: str, outer: keras.Optimizer, inner: Any) -> None:
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise ConfigError(
             f"optimizer ({name}): has a LossScaleOptimizer inside of a {type(outer).__name__}; put one around it all"
-        )
-
-
-def check_loss_scale(name: str, optimizer: keras.Optimizer, where: str) -> None:
-    """Refuses a LossScaleOptimizer where not all gradients of an update are known in one place.
-
-    Args:
-        where: the option that it cannot be combined with.
-    """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ConfigError(
-            f"optimizer ({name}): a LossScaleOptimizer leaves out the updates whose gradients overflow, of which with "
-            f"{where} nobody sees all; use mode=sync, or give its inner optimizer, with loss_scale_factor if need be, "
-            "and auto_scale_loss=False to model.compile, or devices.precision=bfloat16, which needs no scaling"
         )
 
 
@@ -108,52 +85,3 @@ def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], kera
     settings = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN) and key != "built"}
     if omitted := [key for key, value in settings.items() if key not in copied or copied[key] != value]:
         raise ConfigError(f"optimizer ({name}): the configuration of {kind} leaves out {omitted[0]}; {way_out}")
-
-
-def check_own_apply(name: str, optimizer: keras.Optimizer, num_ps: int) -> None:
-    """Refuses an optimizer of a user's own that may look at all gradients, of which each ps has only a part."""
-    methods = ("apply", "apply_gradients", "stateless_apply")
-    for kind in map(type, inner_optimizers(optimizer)):
-        overridden = [method for method in methods if not getattr(kind, method).__module__.startswith("keras.")]
-        if overridden and num_ps > 1:
-            raise ConfigError(
-                f"optimizer ({name}): {kind.__name__} has {overridden[0]} of its own, and would get only the "
-                "variables of one ps there; use one ps, or mode=sync"
-            )
-
-
-def check_clipping(name: str, optimizer: keras.Optimizer) -> None:
-    """Refuses, for mode=async, to clip by the norm over all ps what each ps has accumulated by itself."""
-    if optimizer.global_clipnorm and optimizer.gradient_accumulation_steps:
-        raise ConfigError(
-            f"optimizer ({name}): with mode=async global_clipnorm cannot clip what gradient_accumulation_steps has "
-            "added up on the parameter servers; use clipnorm, or mode=sync"
-        )
-
-
-def check_parts(name: str, optimizer: keras.Optimizer, variables: list[keras.Variable]) -> None:
-    """Refuses what needs a whole variable, of which a ps has only a part."""
-    parts = [variable for variable in variables if isinstance(variable, Part)]
-    if not parts:
-        return
-    way_out = "use cluster.placement=balanced"
-    subject = f"with cluster.placement=partitioned {parts[0].path} is cut over several ps, and"
-    # The exact type: a subclass may have another update.
-    if type(optimizer) not in ELEMENTWISE:
-        raise ConfigError(
-            f"optimizer ({name}): {subject} {type(optimizer).__name__} may need the whole of it in an update; {way_out}"
-        )
-    if optimizer.clipnorm:
-        raise ConfigError(f"optimizer ({name}): {subject} clipnorm needs the norm of its whole gradient; {way_out}")
-    if constrained := [part.path for part in parts if part.constraint is not None]:
-        raise ConfigError(f"model: {subject} the constraint of {constrained[0]} needs the whole of it; {way_out}")
-
-
-def check_init_from(optimizer: keras.Optimizer, takes_weights: bool) -> None:
-    """Refuses an optimizer that has begun with the drawn weights when the run takes others (`takes_weights`)."""
-    kinds = [type(inner) for inner in inner_optimizers(optimizer)]
-    if takes_weights and keras.optimizers.ScheduleFreeAdamW in kinds:
-        raise ConfigError(
-            "init_from: ScheduleFreeAdamW has a sequence that begins with the model's own first weights; use another "
-            "optimizer"
-        )

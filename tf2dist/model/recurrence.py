@@ -53,7 +53,7 @@ def recurrence_of(new: tf.Tensor, old: tf.Tensor) -> Recurrence:
 
 
 def _shares_of(old: tf.Tensor) -> dict[str, float]:
-    """The share of the old value in each tensor that it reaches, by name: 1 in itself, NaN where it is not known yet."""
+    """The share of the old value in each tensor that it reaches, by name: 1 in itself, NaN where not known yet."""
     return dict.fromkeys(reached_from(old), math.nan) | {old.name: 1.0}
 
 

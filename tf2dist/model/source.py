@@ -16,7 +16,7 @@ from tf2dist.data.arrays import Layout
 from tf2dist.data.loading import load
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
-from tf2dist.model import checks, own_step
+from tf2dist.model import checks, own_step, support
 from tf2dist.model.builtin import build_model, build_optimizer
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
@@ -126,21 +126,14 @@ def build_step(
     step = ModelStep(model, splits.layout)
     if optimizer:
         _take_earlier(step, optimizer)
-    checks.check_made(source.name, step)
-    checks.check_metrics(source.name, step)
-    checks.check_foreign(source.name, step.trace)
-    checks.check_reads(source.name, step.trace)
-    checks.check_gradients(source.name, step)
+    support.check_step(support.ALL, source.name, step)
     return step, make_optimizer
 
 
 def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple[ModelStep, MakeOptimizer]:
     """As `build_step`, for a model that has its own steps."""
     step = OwnStep(model, splits.layout, source.name, _tested(splits))
-    checks.check_made(source.name, step)
-    checks.check_metrics(source.name, step)
-    checks.check_foreign(source.name, step.trace)
-    checks.check_reads(source.name, step.trace)
+    support.check_step(support.ALL, source.name, step)
     _take_earlier(step, step.optimizer)
     return step, copies_of(step.optimizer, step.trainable, source.name)
 
@@ -162,7 +155,7 @@ def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
     model = source.build(splits)
     make_variables(model, source.name, splits.layout, _tested(splits))
-    checks.check_trainable(source.name, model)
+    support.check_model(support.BUILT, source.name, model)
     if model.compiled and model.optimizer and not has_own_step(model):
         prepare_choice(source.name, model.optimizer, model.trainable_variables)
     return model

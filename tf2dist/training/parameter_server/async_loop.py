@@ -22,7 +22,8 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS
-from tf2dist.model.checks import check_assigned, check_losses, check_updates
+from tf2dist.model import support
+from tf2dist.model.checks import note_on_phases
 from tf2dist.model.evaluate import Evaluation, chunks
 from tf2dist.model.source import Source
 from tf2dist.model.step import ModelStep
@@ -174,15 +175,14 @@ class PsLoop(Loop):
 class AsyncRule(UpdateRule):
     """Each ps applies an update as soon as it has come, as an algorithm says."""
 
-    scheduler_class = AsyncScheduler
+    way, scheduler_class = support.ASYNC, AsyncScheduler
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = algorithm_of(config)
 
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
-        check_assigned(name, step.trace)
-        check_losses(name, step, num_replicas=1)
-        return check_updates(name, step)
+        support.check_step(support.ASYNC, name, step)
+        return note_on_phases(step)
 
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:
         return self._algorithm.why_no_rows(optimizer)

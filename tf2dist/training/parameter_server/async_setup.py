@@ -14,9 +14,10 @@ from tf2dist.checkpoint.state import earlier_updates, named_variables, names_by_
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
+from tf2dist.model import support
 from tf2dist.model.evaluate import evaluated_sizes
-from tf2dist.model.optimizer_checks import check_init_from, check_own_apply
 from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
+from tf2dist.model.shards import all_parts
 from tf2dist.model.source import Source, build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.placement import placed, print_bytes
@@ -31,9 +32,13 @@ class UpdateRule(abc.ABC):
     """When the ps apply an update, and what that asks of a run.
 
     Attributes:
+        way: by which it trains, with what it refuses.
+        ways_on_several_ps: with what it refuses there in addition.
         scheduler_class: called as ``scheduler_class(coordinator, graphs, num_workers, grace_secs)``.
     """
 
+    way: support.Way
+    ways_on_several_ps: tuple[support.Way, ...] = (support.SEVERAL_PS,)
     scheduler_class: Callable[..., Scheduler]
 
     @abc.abstractmethod
@@ -109,6 +114,13 @@ def prepare(
     step, make_optimizer = build_step(source, splits, config, scope)
     note = rule.check_model(source.name, step, splits)
     optimizer = make_optimizer(last_step)
+    if isinstance(start, Weights):
+        support.check_optimizer(support.INIT_FROM, optimizer)
+    support.check_optimizer(rule.way, optimizer, step.trainable)
+    if len({variable.value.device for variable in all_parts(step.variables)}) > 1:
+        support.check_step(support.PARTITIONED, source.name, step)
+        for way in (support.PARTITIONED, *rule.ways_on_several_ps):
+            support.check_optimizer(way, optimizer, step.trainable)
     why_not = XLA_HAS_NO_ROWS if config.devices.xla else rule.why_no_rows(optimizer)
     of_tables = choose_tables(source.name, step, optimizer, config.optimizer, why_not)
     note = "; ".join(filter(None, (note, of_tables)))
@@ -127,8 +139,6 @@ def prepare(
     )
     graphs = rule.make_graphs(spec)
     optimizers = [server.optimizer for server in graphs.servers]
-    check_init_from(optimizers[0], isinstance(start, Weights))
-    check_own_apply(source.name, optimizers[0], len(optimizers))
     print_bytes(step.variables, optimizers, cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.

@@ -143,10 +143,8 @@ class PsGraphs(abc.ABC):
                 trainable=[v for v in trainable if v.value.device == device],
                 state=[v for v in state if v.value.device == device],
                 make_optimizer=self.new_optimizer,
-                optimizer_name=spec.config.optimizer["name"],
                 num_workers=spec.sharding.num_shards,
                 num_metrics=spec.step.metrics.size if device == devices[0] else 0,  # the sums are read from one ps
-                is_whole=len(devices) == 1,
                 keeps_rate=spec.plan is None,
                 earlier_updates=spec.earlier_updates,
                 narrow=narrow_dtype(spec.config.cluster.transfer_dtype),

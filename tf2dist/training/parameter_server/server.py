@@ -15,8 +15,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.errors import ConfigError
-from tf2dist.model.optimizer_checks import check_clipping, check_loss_scale, check_parts
 from tf2dist.model.tables import apply_rows, is_one_operation
 from tf2dist.tf_internals import (
     as_one_node,
@@ -54,10 +52,8 @@ class PartSpec:
         trainable, state: those variables of the model that lie there.
         tables: those of the trainable ones of which rows travel.
         make_optimizer: for the ps.
-        optimizer_name: for messages.
         num_workers: that push.
         num_metrics: numbers that every update adds to the sums of the metrics; 0 where they are not kept.
-        is_whole: whether the model has no other part.
         keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
         earlier_updates: that the optimizer has applied before this run; they count for its schedule.
         narrow: the type in which large floats travel in training; None for their own.
@@ -67,10 +63,8 @@ class PartSpec:
     trainable: list[keras.Variable]
     state: list[keras.Variable]
     make_optimizer: Callable[[], keras.Optimizer]
-    optimizer_name: str
     num_workers: int
     num_metrics: int
-    is_whole: bool = True
     keeps_rate: bool = True
     earlier_updates: int = 0
     narrow: tf.DType | None = None
@@ -115,11 +109,7 @@ class ModelPart:
         self._exact_rows = RowsLayout(spec.tables)
         with tf.device(spec.device):
             self.optimizer = spec.make_optimizer()
-            check_loss_scale(spec.optimizer_name, self.optimizer, "parameter servers")
             self.groups = [group for group in groups_of(self.optimizer, spec.trainable) if group[1]]
-            for inner, trained in self.groups:
-                self._check_optimizer(spec, inner)
-                check_parts(spec.optimizer_name, inner, trained)
             # Only a worker sees the loss.
             self.loss_scale, self.optimizer.loss_scale_factor = self.optimizer.loss_scale_factor, None
             self.update_number = UpdateNumber()
@@ -133,9 +123,6 @@ class ModelPart:
                     fix_learning_rate(inner)
         if spec.tables:
             self._read_rows = self.on_device(self._pack_rows, *self._exact_rows.request_types)
-
-    def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
-        """Raises ConfigError for what the optimizer of one part cannot do."""
 
     def rows_exactly(self, request: Request) -> list[tf.Tensor]:
         """On a worker: the rows of each table that it asks for, in their own type."""
@@ -161,12 +148,6 @@ class ParameterServer(ModelPart):
     """
 
     def __init__(self, spec: PartSpec, algorithm: Algorithm) -> None:
-        for variable in spec.trainable:
-            if variable.constraint is not None:
-                raise ConfigError(
-                    f"model: {variable.path} has a constraint, which Keras applies by reading and assigning: with "
-                    "mode=async the updates of other workers would be lost; use mode=sync"
-                )
         super().__init__(spec)
         self._algorithm, self._make_optimizer, self._narrow = algorithm, spec.make_optimizer, spec.narrow
         self.pull_layout = PullLayout(self.variables, spec.tables, narrow=spec.narrow)
@@ -186,9 +167,6 @@ class ParameterServer(ModelPart):
                 algorithm.prepare(inner)
         self.worker_totals = self.on_device(self.counters.of_worker, tf.TensorSpec([], tf.int64))
         self.counts = self.on_device(self._counts)
-
-    def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
-        check_clipping(spec.optimizer_name, optimizer)
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
         """Of what `push` and `exchange` take; `decays`: see `trace_functions`."""

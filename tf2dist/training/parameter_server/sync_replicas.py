@@ -20,15 +20,8 @@ from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import (
-    check_aggregation,
-    check_batches,
-    check_losses,
-    check_state,
-    check_unsynchronized,
-    check_unweighted,
-    check_whole_updates,
-)
+from tf2dist.model import support
+from tf2dist.model.checks import check_batches
 from tf2dist.model.shards import cut, parts_of
 from tf2dist.model.step import ModelStep, step_place
 from tf2dist.tf_internals import inner_optimizers
@@ -199,20 +192,18 @@ class SyncReplicasRule(UpdateRule):
         ConfigError: a worker would have to give several gradients to a step, and there are several ps.
     """
 
-    scheduler_class = SyncReplicasScheduler
+    way, scheduler_class = support.SYNC_REPLICAS, SyncReplicasScheduler
+    ways_on_several_ps = (support.SEVERAL_PS, support.SYNC_REPLICAS_ON_SEVERAL_PS)
 
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
 
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
-        check_losses(name, step, self.replicas)
-        check_whole_updates(name, step, "mode=sync_replicas")
-        check_state(name, step.state)
+        support.check_step(support.SYNC_REPLICAS, name, step)
         if self.replicas == 1:
             return ""
-        check_unweighted(name, step, "mode=sync_replicas")
-        check_aggregation(name, step, "mode=sync_replicas")
-        check_unsynchronized(name, step.model, "mode=sync_replicas", "mode=sync")
+        support.check_step(support.SEVERAL, name, step)
+        support.check_step(support.SEVERAL_REPLICAS, name, step)
         return check_batches(name, step, splits, gathers=False)
 
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:

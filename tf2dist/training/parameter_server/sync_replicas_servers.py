@@ -10,11 +10,9 @@ other worker, or the coordinator, brings what was decided to the ps that have no
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.errors import ConfigError
 from tf2dist.model.tables import apply_rows
 from tf2dist.training.parameter_server.gate import Gate
 from tf2dist.training.parameter_server.rows import KeptRows
@@ -49,13 +47,6 @@ class AggregatingServer(ModelPart):
             tables = zip(self.tables, num_lookups, strict=True)
             self._kept_rows = [KeptRows(table, num_places, number) for table, number in tables]
         self.pull_exactly = self.on_device(self._pull)
-
-    def _check_optimizer(self, spec: PartSpec, optimizer: keras.Optimizer) -> None:
-        if optimizer.global_clipnorm and not spec.is_whole:
-            raise ConfigError(
-                f"optimizer ({spec.optimizer_name}): with mode=sync_replicas and several ps global_clipnorm cannot "
-                "clip, since each ps has a part of the gradients; use clipnorm, or cluster.num_ps=1"
-            )
 
     def _pull(self, *request: tf.Tensor) -> Parcel:
         """All variables, without waiting; of tables the rows of the request."""

@@ -27,13 +27,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.state import Named, assign, finalizes, named_variables, values
+from tf2dist.checkpoint.state import Named, assign, named_variables, values
 from tf2dist.config.schema import AlgorithmConfig, RunConfig
 from tf2dist.data.splits import Splits
 from tf2dist.data.stream import Stream
 from tf2dist.errors import ConfigError
-from tf2dist.model.checks import check_aggregation, check_unsynchronized
-from tf2dist.model.optimizer_checks import check_loss_scale
+from tf2dist.model import support
 from tf2dist.model.packing import Buckets
 from tf2dist.model.recurrence import reached_from
 from tf2dist.model.step import ModelStep
@@ -128,15 +127,13 @@ class LocalSgdStep(SyncStep):
             )
         _check_length(config, workers.count)
         if workers.count > 1:
-            check_aggregation(name, step, "algorithm=local_sgd")
-        check_unsynchronized(name, step.model, "algorithm=local_sgd", "algorithm=plain")
-        # From its own batch a worker can estimate the sum over those of a step only if it knows the others' sizes.
-        if splits.stream and step.sums_losses:
-            raise ConfigError(
-                f"model ({name}): has a loss with reduction=sum, and with algorithm=local_sgd no worker knows how "
-                "large the batches of the others' streams are; use sum_over_batch_size, or algorithm=plain"
-            )
-        _check_optimizer(config, optimizer)
+            support.check_step(support.SEVERAL_LOCAL, name, step)
+        support.check_step(support.LOCAL_SGD, name, step)
+        if splits.stream:
+            support.check_step(support.LOCAL_SGD_ON_STREAMS, name, step)
+        support.check_optimizer(support.LOCAL_SGD, optimizer)
+        if config.algorithm.has_outer_steps:
+            support.check_optimizer(support.OUTER_STEPS, optimizer)
 
     def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
         """See `SyncStep.take`; takes whole rounds, of which the last before a pause is shorter if need be."""
@@ -287,21 +284,4 @@ def _check_length(config: RunConfig, num_workers: int) -> None:
         raise ConfigError(
             f"algorithm.local_steps ({length}): a round would have more than {MAX_EXAMPLES:,} examples, up to which "
             f"they are counted exactly; give at most {most:,}"
-        )
-
-
-def _check_optimizer(config: RunConfig, optimizer: keras.Optimizer) -> None:
-    kind = type(optimizer).__name__
-    check_loss_scale(kind, optimizer, "algorithm=local_sgd")
-    # What workers add up are differences, and these types have no negative ones.
-    odd = [slot for slot in state_of(optimizer) if slot.dtype == "bool" or slot.dtype.startswith("uint")]
-    if odd:
-        raise ConfigError(
-            f"optimizer ({kind}): {odd[0].path} is of type {odd[0].dtype}, of which several workers have no mean; make "
-            "it float32 or int32, or use algorithm=plain"
-        )
-    if config.algorithm.has_outer_steps and finalizes(optimizer):
-        raise ConfigError(
-            f"optimizer ({kind}): its final weights are averages over the steps of the workers, which leave out those "
-            "of the outer optimizer; leave out algorithm.outer_momentum and algorithm.outer_learning_rate"
         )

@@ -35,16 +35,9 @@ from tf2dist.config.schema import ALGORITHMS, AlgorithmConfig, RunConfig
 from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError, RequestError
-from tf2dist.model.checks import (
-    check_batches,
-    check_compiled,
-    check_last_batch,
-    check_losses,
-    check_state,
-    check_whole_updates,
-)
+from tf2dist.model import support
+from tf2dist.model.checks import check_batches
 from tf2dist.model.evaluate import chunk_size, evaluated_sizes
-from tf2dist.model.optimizer_checks import check_init_from
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
 from tf2dist.model.shards import read_piece, row_pieces
@@ -226,7 +219,8 @@ def prepare(
     note = check_batches(source.name, step, splits) if replicas > 1 else ""
     new_optimizer = functools.partial(make_optimizer, last_step)
     optimizer = new_optimizer()
-    check_init_from(optimizer, isinstance(start, Weights))
+    if isinstance(start, Weights):
+        support.check_optimizer(support.INIT_FROM, optimizer)
     optimizer.build(step.trainable)
     graph_class = step_class(source.name, config.algorithm, step)
     why_not = _why_no_rows(
@@ -294,7 +288,7 @@ def step_class(name: str, algorithm: AlgorithmConfig, step: ModelStep) -> type[S
     entry = ALGORITHMS[algorithm.kind]
     if entry.mode != "sync" or (algorithm.local_steps == 1 and not algorithm.has_outer_steps):
         return PhasedStep if isinstance(step, OwnStep) and step.is_in_phases else SyncStep
-    check_whole_updates(name, step, f"algorithm={algorithm.kind}")
+    support.check_step(support.LOCAL_SGD, name, step)
     local_sgd: type[SyncStep] = pkgutil.resolve_name(entry.implementation)
     return local_sgd
 
@@ -318,7 +312,11 @@ def _why_no_rows(
 
 def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:
     """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
-    check_losses(name, step, num_replicas)
-    check_state(name, step.state)
-    check_compiled(name, step, config.devices.xla and num_replicas > 1)
-    check_last_batch(name, step.model, sharding.num_examples % sharding.step_size, num_replicas)
+    support.check_step(support.SYNC, name, step)
+    if num_replicas > 1:
+        support.check_step(support.SEVERAL, name, step)
+    if num_replicas > 1 and config.devices.xla:
+        support.check_step(support.XLA_ON_SEVERAL, name, step)
+    last_batch = sharding.num_examples % sharding.step_size  # 0 if it is as large as the others
+    if 0 < last_batch < num_replicas:
+        support.check_step(support.UNEVEN, name, step, last_batch=last_batch, num_workers=num_replicas)

@@ -20,7 +20,8 @@ import tensorflow as tf
 from tf2dist import data
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.splits import Splits
-from tf2dist.errors import ConfigError, TaskLostError
+from tf2dist.errors import TaskLostError
+from tf2dist.model import support
 from tf2dist.model.batch_attention import Exchange, exchanging
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.packing import Buckets, narrow_dtype
@@ -347,17 +348,9 @@ class PhasedStep(SyncStep):
     def check(
         name: str, config: RunConfig, workers: Workers, splits: data.Splits, step: ModelStep, optimizer: keras.Optimizer
     ) -> None:
-        way_out = "leave it out, or apply all updates at the end of train_step"
         if config.devices.xla:
-            raise ConfigError(
-                f"model ({name}): its train_step goes on with what it has updated, which devices.xla=true cannot "
-                f"compile; {way_out}"
-            )
-        if step.trace.assigned:
-            raise ConfigError(
-                f"model ({name}): its train_step updates {step.trace.assigned[0].path} by an optimizer and assigns it, "
-                "too; use a constraint of the layer"
-            )
+            support.check_step(support.XLA, name, step)
+        support.check_step(support.SYNC_IN_PHASES, name, step)
 
     def prepare_graph(self, config: RunConfig) -> None:
         super().prepare_graph(config)

@@ -1,0 +1,275 @@
+"""Features of models and optimizers that not every way of training supports; `support` says which refuses which."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from tf2dist.model.own_step import OwnStep
+from tf2dist.model.shards import parts_of
+from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep
+from tf2dist.tf_internals import groups_of, inner_optimizers, layers_of, seeds_of, state_of
+
+# Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
+# be updated apart. Not so where an update depends on a norm over the variable (Lamb, Muon) or on its rows and columns
+# (Adafactor), and a class of a user's own may do either.
+ELEMENTWISE = (
+    *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adagrad),
+    *(keras.optimizers.RMSprop, keras.optimizers.Nadam, keras.optimizers.Adadelta, keras.optimizers.Adamax),
+    *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.ScheduleFreeAdamW),
+)
+
+
+class Trained(NamedTuple):
+    """An optimizer and the variables that it trains."""
+
+    optimizer: keras.Optimizer
+    variables: Sequence[keras.Variable]
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Something that a model or an optimizer may have.
+
+    Attributes:
+        of: "model", "step" or "optimizer": `find` takes a model, a `ModelStep` or a `Trained`.
+        shown: in docs/fit.md.
+        find: what has the feature, such as the path of a variable; None if nothing has it.
+    """
+
+    of: str
+    shown: str
+    find: Callable[[Any], str | None]
+
+
+def _first(found: Iterable[keras.Variable]) -> str | None:
+    return next((variable.path for variable in found), None)
+
+
+def _when(condition: Any) -> str | None:
+    """For features whose texts name nothing."""
+    return "" if condition else None
+
+
+# Features of a model.
+
+EAGER = Feature("model", "`run_eagerly`", lambda model: _when(model.run_eagerly))
+NOTHING_TRAINED = Feature(
+    "model", "a model without trainable variables", lambda model: _when(not model.trainable_variables)
+)
+OVERWRITTEN = Feature(
+    "model",
+    "training in float8",
+    lambda model: _first(v for v in model.trainable_variables if v.overwrite_with_gradient),
+)
+CONSTRAINT = Feature(
+    "model", "constraints", lambda model: _first(v for v in model.trainable_variables if v.constraint is not None)
+)
+CONSTRAINT_OF_PARTS = Feature(
+    "model",
+    "constraints of variables that are cut",
+    lambda model: _first(v for v in model.trainable_variables if v.constraint is not None and len(parts_of(v)) > 1),
+)
+SYNCHRONIZED = Feature(
+    "model",
+    "synchronized layers",
+    lambda model: next((layer.name for layer in layers_of(model) if getattr(layer, "synchronized", False)), None),
+)
+
+# Features of a step, which its trace shows.
+
+
+def _made_late(step: ModelStep) -> Iterator[keras.Variable]:
+    known = {id(v) for v in step.variables} | {id(v) for v in seeds_of(step.model)}
+    return (v for v in step.model.trainable_variables if id(v) not in known)
+
+
+def _no_sums(step: ModelStep) -> Iterator[keras.Variable]:
+    yield from step.trace.not_additive
+    # A step begins with zeros in all of these (see `Metrics`), so a metric must, too.
+    step.model.reset_metrics()
+    yield from (v for v in step.metrics.variables if np.any(v.numpy()))
+
+
+def _reductions(step: ModelStep) -> set[Any]:
+    return {getattr(loss, "reduction", None) for loss in step.losses}
+
+
+def _is_weighted(step: ModelStep) -> bool:
+    """Whether a loss is divided by anything but the number of examples."""
+    is_one_number = step.trace.has_scalar_loss and len(step.losses) == 1
+    return not (step.has_own_loss or is_one_number) and (
+        WEIGHTED_MEAN in _reductions(step) or (step.trace.divides_by_parts and bool(_reductions(step) & {*MEANS}))
+    )
+
+
+def _unsigned(variables: Iterable[keras.Variable]) -> keras.Variable | None:
+    # What workers add up are differences, new value less old value, and these types have no negative ones.
+    return next((v for v in variables if v.dtype == "bool" or v.dtype.startswith("uint")), None)
+
+
+def _unsigned_of(variables: Iterable[keras.Variable]) -> str | None:
+    found = _unsigned(variables)
+    return None if found is None else f"{found.path} is of type {found.dtype}"
+
+
+def _not_mean(step: ModelStep) -> str | None:
+    changed = [v for v in step.state if id(v) in step.trace.decays]
+    found = (f"{v.path} has aggregation='{v.aggregation}'" for v in changed if v.aggregation not in ("none", "mean"))
+    return next(found, None)
+
+
+MADE_LATE = Feature("step", "variables that are made in the first step", lambda step: _first(_made_late(step)))
+NO_SUM = Feature("step", "metrics that are not sums over the examples", lambda step: _first(_no_sums(step)))
+FOREIGN = Feature(
+    "step",
+    "a call that assigns what is no variable of the model, such as Keras' global random generator",
+    lambda step: next(iter(step.trace.foreign), None),
+)
+BYPASSED = Feature(
+    "step",
+    "variables of the model that its call reads past Keras, as a `ConcreteFunction` does (pass them as arguments)",
+    lambda step: next(iter(step.trace.bypassed), None),
+)
+UNGRADED = Feature(
+    "step",
+    "variables that a function with a custom gradient trains in Keras alone",
+    lambda step: _first(step.graded_by_keras(step.trace.ungraded)) if step.trace.ungraded else None,
+)
+NO_REDUCTION = Feature("step", "a loss without a reduction", lambda step: _when({None, "none"} & _reductions(step)))
+SUM_BESIDE = Feature(
+    "step",
+    'a loss with `reduction="sum"` beside others',
+    lambda step: _when("sum" in _reductions(step) and (len(step.losses) > 1 or step.trace.penalties)),
+)
+# With a mask Keras divides by the parts that are left, whose number differs between the replicas. Only of a single loss
+# is the total known in time.
+PARTS_BESIDE = Feature(
+    "step",
+    "a mask, `ignore_class` or batches of several lengths beside another loss",
+    lambda step: _when(_is_weighted(step) and (not step.weighs_losses or step.trace.penalizes_batch)),
+)
+PARTS = Feature("step", "a masked output, `ignore_class`", lambda step: _when(_is_weighted(step)))
+SUMMED = Feature("step", 'a loss with `reduction="sum"`', lambda step: _when(step.sums_losses))
+ASSIGNED = Feature(
+    "step",
+    "layers that assign trained variables, such as SpectralNormalization",
+    lambda step: _first(step.trace.assigned),
+)
+REPEATS = Feature(
+    "step",
+    "a `train_step` that applies an optimizer, or trains a variable, more than once",
+    lambda step: _when(isinstance(step, OwnStep) and step.is_in_phases and step.repeats),
+)
+IN_PHASES = Feature(
+    "step",
+    "a `train_step` that goes on with what it has updated",
+    lambda step: _when(isinstance(step, OwnStep) and step.is_in_phases),
+)
+ASSIGNED_UPDATED = Feature(
+    "step",
+    "a `train_step` that goes on with what it has updated, and assigns it, too",
+    lambda step: _first(step.trace.assigned) if isinstance(step, OwnStep) and step.is_in_phases else None,
+)
+UNSIGNED = Feature("step", "untrained weights of type bool or unsigned integers", lambda step: _unsigned_of(step.state))
+NOT_MEAN = Feature("step", 'weights with an aggregation other than `"mean"`', _not_mean)
+GATHERS = Feature("step", "`tf2dist.gather`", lambda step: _when(step.trace.gathers))
+
+# Features that `checks` finds when it runs a step.
+
+
+def _run_elsewhere(step: ModelStep) -> None:
+    """Finds nothing: see `checks.check_batches`."""
+
+
+BATCH_SUM = Feature(
+    "step", 'a loss, compiled or added, that is a sum over the batch without `reduction="sum"`', _run_elsewhere
+)
+GRADIENT_SUM = Feature("step", "a `train_step` whose gradients are a sum over the batch", _run_elsewhere)
+STATE_SUM = Feature(
+    "step",
+    'a weight that sums over the batch without saying so (`add_weight(aggregation="sum")`)',
+    _run_elsewhere,
+)
+STATE_NO_MEAN = Feature(
+    "step",
+    "a weight that takes from a batch neither a mean nor a sum, such as a largest value or a queue, unless it is "
+    '[gathered](modes.md#sync) or has `aggregation="mean"`',
+    _run_elsewhere,
+)
+
+# Features of an optimizer.
+
+
+def _own_apply(trained: Trained) -> str | None:
+    methods = ("apply", "apply_gradients", "stateless_apply")
+    for kind in map(type, inner_optimizers(trained.optimizer)):
+        for method in methods:
+            if not getattr(kind, method).__module__.startswith("keras."):
+                return f"{kind.__name__} has {method}"
+    return None
+
+
+def _cut(trained: Trained) -> Iterator[tuple[keras.Optimizer, str]]:
+    """The optimizers that train variables of which a ps has only a part, each with the path of the first one."""
+    for inner, variables in groups_of(trained.optimizer, list(trained.variables)):
+        if path := _first(v for v in variables if len(parts_of(v)) > 1):
+            yield inner, path
+
+
+def _not_elementwise(trained: Trained) -> str | None:
+    # The exact type: a subclass may have another update.
+    found = [(path, type(inner)) for inner, path in _cut(trained) if type(inner) not in ELEMENTWISE]
+    return next((f"{path} is cut over several ps, and {kind.__name__}" for path, kind in found), None)
+
+
+def _any_group(trained: Trained, condition: Callable[[keras.Optimizer], Any]) -> str | None:
+    groups = groups_of(trained.optimizer, list(trained.variables))
+    return _when(any(condition(inner) for inner, variables in groups if variables))
+
+
+LOSS_SCALE = Feature(
+    "optimizer",
+    "a `LossScaleOptimizer`",
+    lambda trained: _when(isinstance(trained.optimizer, keras.optimizers.LossScaleOptimizer)),
+)
+CLIPS_ACCUMULATED = Feature(
+    "optimizer",
+    "`global_clipnorm` with `gradient_accumulation_steps`",
+    lambda trained: _any_group(trained, lambda one: one.global_clipnorm and one.gradient_accumulation_steps),
+)
+GLOBAL_CLIPNORM = Feature(
+    "optimizer", "`global_clipnorm`", lambda trained: _any_group(trained, lambda one: one.global_clipnorm)
+)
+OWN_APPLY = Feature("optimizer", "optimizers with an `apply` or `apply_gradients` of their own", _own_apply)
+NOT_ELEMENTWISE = Feature(
+    "optimizer",
+    "optimizers of your own; Lamb, Adafactor, Muon",
+    _not_elementwise,
+)
+CLIPNORM = Feature(
+    "optimizer", "`clipnorm`", lambda trained: next((path for inner, path in _cut(trained) if inner.clipnorm), None)
+)
+UNSIGNED_SLOT = Feature(
+    "optimizer",
+    "optimizers with variables of type bool or unsigned integers",
+    lambda trained: _unsigned_of(state_of(trained.optimizer)),
+)
+FINAL_WEIGHTS = Feature(
+    "optimizer",
+    "optimizers with final weights of their own, such as `use_ema`",
+    lambda trained: _when(finalizes(trained.optimizer)),
+)
+SCHEDULE_FREE = Feature(
+    "optimizer",
+    "ScheduleFreeAdamW",
+    lambda trained: _when(keras.optimizers.ScheduleFreeAdamW in map(type, inner_optimizers(trained.optimizer))),
+)
+
+
+def finalizes(optimizer: keras.Optimizer) -> bool:
+    """Whether the optimizer changes the weights at the end of a training."""
+    usual, inner = keras.optimizers.Optimizer.finalize_variable_values, inner_optimizers(optimizer)
+    return any(one.use_ema or type(one).finalize_variable_values is not usual for one in inner)
