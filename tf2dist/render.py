@@ -42,10 +42,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from tf2dist import files
 from tf2dist.cluster.sources import check_workers
-from tf2dist.cluster.spec import ALL_JOBS, Cluster
+from tf2dist.cluster.spec import Cluster
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import load
-from tf2dist.config.schema import ClusterConfig
+from tf2dist.config.schema import OPTIONS
 from tf2dist.errors import ConfigError, RequestError, nearest
 from tf2dist.launch.single_run import report
 from tf2dist.signals import reset_inherited
@@ -54,15 +54,8 @@ from tf2dist.tools.engines.job_request import JobRequest
 
 KUBECTL = ("kubectl", "apply", "--filename", "-")
 OF_PODS = ("gpus", "cpus", "memory", "image", "queue")
-# An option of the cluster that the request sets, and that the user must not.
-PLACES = (
-    "cluster",
-    "cluster.addresses",
-    "cluster.rank",
-    *(f"cluster.{job}" for job in ALL_JOBS),
-    "task.type",
-    "task.index",
-)
+# Options that the request sets, and that the user must not.
+PLACES = tuple(name.removesuffix(".kind") for name, option in OPTIONS.items() if option.scope == "place")
 MAX_TASKS = 10_000
 COUNT = re.compile(r"[1-9][0-9]{0,4}")
 # By flag: the form of its value.
@@ -187,7 +180,7 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
 def size(overrides: list[str]) -> tuple[int, list[str]]:
     """The number of workers, and all other options: the engine tells each task how many there are."""
     own = [override for override in overrides if override.startswith("cluster.num_workers=")]
-    text = own[-1].partition("=")[2] if own else str(ClusterConfig().num_workers)
+    text = own[-1].partition("=")[2] if own else OPTIONS["cluster.num_workers"].default_text
     if not COUNT.fullmatch(text) or int(text) > MAX_TASKS:
         raise ConfigError(f"cluster.num_workers ({text[:40]}): must be a whole number from 1 to {MAX_TASKS:,}")
     return int(text), [override for override in overrides if override not in own]

@@ -1,17 +1,23 @@
 """Each option is declared once: conf/ chooses and overrides, and values get the types of the schema."""
 
-from typing import Any
+import inspect
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
+from tf2dist import fit
 from tf2dist.config.compose import groups
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
+from tf2dist.config.option import COMMAND_LINE, Scope, options_of, rules_between
+from tf2dist.config.option import option as make_option
 from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.config.tree import defaults, from_tree
 from tf2dist.errors import ConfigError
+from tf2dist.tools.comparing.matrix import REPLACED
 
 CONF = REPOSITORY / "conf"
 # A file whose name or comment promises a value must keep it when the default changes.
@@ -58,6 +64,36 @@ def test_the_defaults_fit_their_types_and_their_ranges() -> None:
         assert option.default is None or all(constraint.holds(option.default) for constraint in option.constraints), (
             name
         )
+
+
+def test_every_option_says_where_it_belongs() -> None:
+    """What hosts compare, what engines set, and what `fit` and `predict` take is made from this."""
+    arguments = {*inspect.signature(fit).parameters, "epochs and steps_per_epoch", COMMAND_LINE, ""}
+    for name, option in OPTIONS.items():
+        assert option.scope in get_args(Scope), name
+        assert option.fit in arguments, name
+        assert {need.option for need in option.only_for} <= {*OPTIONS}, name
+    assert dict(options_of(Undeclared))["size"].scope not in get_args(Scope)
+
+
+@dataclass
+class Undeclared:
+    size: int = make_option(1)
+
+
+def test_what_other_commands_say_of_options_is_of_options_that_exist() -> None:
+    assert {*REPLACED} <= {*OPTIONS, *groups()}
+
+
+def test_each_option_without_its_condition_is_refused() -> None:
+    """With the value of another option that it needs it has a meaning, and otherwise it is refused."""
+    config = RunConfig()
+    config.simulate.distribution = "exponential"
+    assert [rule for rule in rules_between(config) if not rule[2]] == [
+        ("simulate.distribution", "exponential", False, "is for simulate.delay_secs; add that")
+    ]
+    config.simulate.delay_secs = [0.0, 0.5]
+    assert all(holds for _, _, holds, _ in rules_between(config))
 
 
 def test_help_lists_every_option_and_choice() -> None:

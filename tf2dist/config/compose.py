@@ -102,7 +102,7 @@ def choices_by_option() -> dict[str, list[str]]:
 
 MAIN = "config"  # conf/config.yaml
 OPTIONS_NODE = "tf2dist_options"  # the defaults of the schema, with which conf/config.yaml begins
-PATHS = ("run_dir", "init_from", "init_layers", "data.dir", "hydra.run.dir", "hydra.sweep.dir")
+TEXTS = ("hydra.run.dir", "hydra.sweep.dir", *(name for name, option in OPTIONS.items() if option.is_text))
 FORM = "options look like train.steps=1000; put values with ~ : [ ] or blanks in quotes, as in ['~/a b']"
 # What Hydra and its parser raise: the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
@@ -297,7 +297,7 @@ _KINDS = (("cluster", "kind"), ("algorithm", "kind"))
 def quoted(override: str) -> str:
     """The override, with a path in quotes where Hydra's grammar cannot read it without."""
     key, _, value = override.partition("=")
-    if key not in (*PATHS, "plugins") or not value or _is_readable(override):
+    if key not in TEXTS or not value or _is_readable(override):
         return override
     if key != "plugins":
         return f"{key}={in_quotes(value)}"

@@ -1,13 +1,12 @@
 """Declares every option with its type, default, help text and range, and the algorithms with their options.
 
 Nothing is declared elsewhere; ``conf/`` chooses and overrides. The tree that Hydra composes, ``--help`` and the range
-checks are made from these fields; `checks` has the rules between several options. Nothing in a configuration is ever
-executed or instantiated.
+checks are made from these fields, and so is all that depends on where an option belongs: to a mode, to each host, to
+the command line or to `fit`. `checks` has the other rules. Nothing in a configuration is ever executed or instantiated.
 
 The table of algorithms says how updates are applied, or how often workers communicate.
 """
 
-import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,22 +14,29 @@ from omegaconf import OmegaConf
 
 from tf2dist.config.convert import CATCH_ALL
 from tf2dist.config.option import (
+    ARE_DELAYS,
+    COMMAND_LINE,
     COUNT,
-    MAX_COUNT,
-    MAX_SECS,
+    IS_ACCURACY,
+    IS_FOLDER_NAME,
+    IS_FRACTION,
+    IS_PATTERN,
+    IS_PAUSE,
+    IS_RUN,
     POSITIVE,
     SECS,
     Constraint,
+    OnlyFor,
+    Pause,
     above,
     at_least,
     at_most,
     between,
     choice,
-    is_number,
-    is_pattern,
     one_of,
     option,
     options_of,
+    section,
 )
 
 IS_MOMENTUM = Constraint(lambda value: 0 <= value < 1, "must be at least 0 and less than 1, such as 0.9")
@@ -43,13 +49,11 @@ class AlgorithmEntry:
     Attributes:
         implementation: the class, as `pkgutil.resolve_name` takes it: what reads options does not import TensorFlow.
         mode: for which it is; plain is for all modes.
-        options: those that no other algorithm has.
         sends_weights: whether workers send weights, on which they go on computing: rounding them would add up.
     """
 
     implementation: str
     mode: str = "async"
-    options: tuple[str, ...] = ()
     sends_weights: bool = False
 
 
@@ -57,14 +61,12 @@ _ROOM = "tf2dist.training.parameter_server.algorithms"
 ALGORITHMS = {
     "plain": AlgorithmEntry(f"{_ROOM}:Algorithm"),
     "staleness_aware": AlgorithmEntry(f"{_ROOM}:StalenessAware"),
-    "delay_compensated": AlgorithmEntry(f"{_ROOM}:DelayCompensated", options=("strength",)),
-    "local_sgd": AlgorithmEntry(
-        "tf2dist.training.synchronous.local_sgd:LocalSgdStep",
-        mode="sync",
-        options=("local_steps", "outer_momentum", "outer_learning_rate"),
-        sends_weights=True,
-    ),
+    "delay_compensated": AlgorithmEntry(f"{_ROOM}:DelayCompensated"),
+    "local_sgd": AlgorithmEntry("tf2dist.training.synchronous.local_sgd:LocalSgdStep", mode="sync", sends_weights=True),
 }
+SEND_NO_WEIGHTS = tuple(name for name, entry in ALGORITHMS.items() if not entry.sends_weights)
+DELAY_COMPENSATED = OnlyFor("algorithm.kind", ("delay_compensated",))
+LOCAL_SGD = OnlyFor("algorithm.kind", ("local_sgd",))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,15 +74,23 @@ class AlgorithmConfig:
     """How the parameter servers apply updates, or how often synchronous workers communicate."""
 
     kind: str = choice("plain", one_of(*ALGORITHMS))
-    strength: float = option(0.04, POSITIVE, help="algorithm=delay_compensated: the factor lambda of the correction")
+    strength: float = option(
+        0.04, POSITIVE, DELAY_COMPENSATED, help="algorithm=delay_compensated: the factor lambda of the correction"
+    )
     local_steps: int = option(
-        8, *COUNT, help="algorithm=local_sgd: how many steps a worker takes on its own between two averages"
+        8, *COUNT, LOCAL_SGD, help="algorithm=local_sgd: how many steps a worker takes on its own between two averages"
     )
     outer_momentum: float = option(
-        0.0, IS_MOMENTUM, help="algorithm=local_sgd: Nesterov momentum of the steps from one average to the next"
+        0.0,
+        IS_MOMENTUM,
+        LOCAL_SGD,
+        help="algorithm=local_sgd: Nesterov momentum of the steps from one average to the next",
     )
     outer_learning_rate: float = option(
-        1.0, POSITIVE, help="algorithm=local_sgd: the factor of these steps; 1 without momentum: the average itself"
+        1.0,
+        POSITIVE,
+        LOCAL_SGD,
+        help="algorithm=local_sgd: the factor of these steps; 1 without momentum: the average itself",
     )
 
     @property
@@ -93,81 +103,68 @@ PS_MODES = ("async", "sync_replicas")  # with parameter servers and a coordinato
 CONTROL_PORT_SHIFT = 1000  # from a task's port to its control port, at which its launching process listens
 MAX_SHIFT = 32_767  # half of all ports, so that for every port either the sum or the difference is a port too
 MAX_EPOCHS = 10**6
-PAUSE_FORM = re.compile(r"((?:chief|worker)-[0-9]{1,9}) at ([0-9]{1,15}) for ([0-9]{1,15}(?:\.[0-9]{1,15})?)")
-
-
-@dataclass(frozen=True)
-class Pause:
-    """A worker that freezes once.
-
-    Attributes:
-        task: its name, such as "worker-2".
-        step: the number of the step in which it does, among its own steps, from 1.
-        secs: for how long.
-    """
-
-    task: str
-    step: int
-    secs: float
-
-    @classmethod
-    def parse(cls, text: str) -> "Pause":
-        """The pause that a text such as "worker-2 at 300 for 5" asks for.
-
-        Raises:
-            ValueError: the text has another form, or its numbers are out of range.
-        """
-        match = PAUSE_FORM.fullmatch(text)
-        if not match:
-            raise ValueError(f"{text} has not the form of a pause")
-        pause = cls(match[1], int(match[2]), float(match[3]))
-        if not (1 <= pause.step <= MAX_COUNT and 0 < pause.secs <= MAX_SECS):
-            raise ValueError(f"{text} has a number out of range")
-        return pause
-
-
-def is_pause(text: str) -> bool:
-    try:
-        Pause.parse(text)
-    except ValueError:
-        return False
-    return True
-
-
-IS_ACCURACY = Constraint(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.97")
-IS_FRACTION = Constraint(lambda value: 0 < value <= 1, "must be more than 0 and at most 1, such as 0.2")
-ARE_DELAYS = Constraint(
-    lambda delays: all(is_number(secs) and 0 <= secs <= MAX_SECS for secs in delays),
-    f"must be a number of seconds for each worker, such as [0,0,0.05], from 0 to {MAX_SECS:.0f}, a year",
-)
-IS_PAUSE = Constraint(is_pause, "must name a worker, one of its own steps, and seconds, as in 'worker-2 at 300 for 5'")
-IS_PATTERN = Constraint(is_pattern, "must be a regular expression, such as 'hidden[123]'")
 IS_FLOAT32 = Constraint(
     lambda value: value == "float32",
     "must be float32, the type in which gradients and updates are sent; give keras.floatx=float32, and "
     "devices.precision=bfloat16 for mixed precision",
 )
 
+# Where options have a meaning.
+IN_ASYNC = OnlyFor("mode", ("async",), "is for mode=async; leave it out")
+IN_SYNC = OnlyFor("mode", ("sync",), "is for mode=sync; leave it out")
+IN_SYNC_REPLICAS = OnlyFor("mode", ("sync_replicas",))
+WITH_PS = OnlyFor("mode", PS_MODES, "is for modes with a ps; leave it out")
+SEVERAL_PS = OnlyFor("mode", PS_MODES, "is for mode=async; leave it out", harmless=lambda count: count <= 1)
+PS_LEAVES = "with mode=sync every worker takes part in each step, so none can leave; leave it out"
+ON_HOSTS, BY_RANK = OnlyFor("cluster.kind", ("hosts",)), OnlyFor("cluster.kind", ("ranks",))
+SEVERAL_COMMANDS = ("hosts", "tf_config", "ranks", "slurm")
+TOGETHER = "with cluster=local one command starts all workers; leave it out"
+NO_SIGNAL = "with cluster=local one command runs all tasks, so none gets a signal of its own; leave it out"
+SAYS_IT_ITSELF = "is not for cluster={}, which says it itself; leave it out"
+EVALUATED = "is looked at when the validation set is evaluated; add train.eval_every_steps"
+WITH_EVALUATIONS = OnlyFor("train.eval_every_steps", text=EVALUATED)
+WITH_INIT_FROM = OnlyFor("init_from", text="is for init_from=RUN_DIR; add that")
+# A ps adds up what workers send, or workers send their weights: the roundings would add up.
+MAY_ROUND = (
+    OnlyFor("mode", ("async", "sync"), "is not for mode={}; leave it out"),
+    OnlyFor("algorithm.kind", SEND_NO_WEIGHTS, "is not for algorithm={}; leave it out"),
+)
+
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    kind: str = choice("local")  # one of `cluster.sources`
-    num_workers: int = option(3, *COUNT)
-    num_ps: int = option(1, at_least(0), help="number of parameter servers, not with mode=sync")
+    kind: str = choice("local", scope="place", fit="cluster")  # one of `cluster.sources`
+    num_workers: int = option(3, *COUNT, OnlyFor("cluster.kind", ("local",), SAYS_IT_ITSELF), fit="cluster")
+    num_ps: int = option(
+        1,
+        at_least(0),
+        SEVERAL_PS,
+        OnlyFor("cluster.kind", ("local", "ranks", "slurm"), SAYS_IT_ITSELF),
+        help="number of parameter servers, not with mode=sync",
+        fit="cluster",
+    )
     min_workers: int | None = option(
         None,
         *COUNT,
+        IN_ASYNC,
+        OnlyFor("cluster.kind", SEVERAL_COMMANDS, TOGETHER),
         help="mode=async on many hosts; how many workers a run begins with, while others may join later; null: all",
+        scope="job",
     )
     # Under the names of TensorFlow's jobs, as TF_CONFIG has them.
-    chief: list[str] = option([], help="lists of host:port, only with cluster=hosts")
-    ps: list[str] = option([])
-    worker: list[str] = option([])
-    evaluator: list[str] = option([])
+    chief: list[str] = option([], ON_HOSTS, help="lists of host:port, only with cluster=hosts", scope="place")
+    ps: list[str] = option([], ON_HOSTS, scope="place")
+    worker: list[str] = option([], ON_HOSTS, scope="place")
+    evaluator: list[str] = option([], ON_HOSTS, scope="place")
     addresses: list[str] = option(
-        [], help="host or host:port of each task in order, only with cluster=ranks; []: from the environment"
+        [],
+        BY_RANK,
+        help="host or host:port of each task in order, only with cluster=ranks; []: from the environment",
+        scope="place",
     )
-    rank: int | None = option(None, at_least(0), help="of this task in cluster.addresses, from 0")
+    rank: int | None = option(
+        None, at_least(0), BY_RANK, help="of this task in cluster.addresses, from 0", scope="place"
+    )
     check_address: bool = option(
         True, help="refuse an address that is not this host's; false for one that leads here through a proxy"
     )
@@ -182,24 +179,32 @@ class ClusterConfig:
     all_reduce: str = option(
         "auto",
         one_of("auto", "nccl", "tf2dist", "tensorflow"),
+        IN_SYNC,
         help="mode=sync; auto: NCCL if each replica has a GPU of its own and NCCL is installed, else tf2dist's own if "
         "the workers can connect, else TensorFlow's ring; or always nccl, tf2dist or tensorflow (its ring)",
+        scope="job",
     )
     transfer_dtype: str = option(
         "float32",
         one_of("float32", "bfloat16", "float16"),
+        *MAY_ROUND,
         help="modes sync and async; how the gradients of large variables travel, and with async their values, too",
+        scope="job",
     )
     placement: str = option(
         "round_robin",
         one_of("round_robin", "balanced", "partitioned"),
+        WITH_PS,
         help="modes with ps; round_robin: variables go to the parameter servers in turn; balanced: each to the one "
         "with the fewest bytes so far; partitioned: the same, with large ones cut over several",
+        scope="job",
     )
     min_part_bytes: int = option(
         256 << 10,
         *COUNT,
+        OnlyFor("cluster.placement", ("partitioned",)),
         help="cluster.placement=partitioned: smallest size of a part; variables of less than two parts are not cut",
+        scope="job",
     )
 
 
@@ -207,11 +212,13 @@ class ClusterConfig:
 class TaskConfig:
     """Which task this process is, with cluster=hosts, and how it ends."""
 
-    type: str | None = option(None, help="chief, worker, ps or evaluator")
-    index: int | None = option(None)
+    type: str | None = option(None, ON_HOSTS, help="chief, worker, ps or evaluator", scope="place", predicts=True)
+    index: int | None = option(None, ON_HOSTS, scope="place", predicts=True)
     on_term: str = option(
         "stop",
         one_of("stop", "leave"),
+        OnlyFor("mode", PS_MODES, PS_LEAVES),
+        OnlyFor("cluster.kind", SEVERAL_COMMANDS, NO_SIGNAL),
         help="what SIGTERM to one task does; stop: all tasks save and end; leave: a worker with parameter servers ends "
         "alone, and may come back",
     )
@@ -219,9 +226,12 @@ class TaskConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    name: str = choice("mnist")
+    name: str = choice("mnist", scope="job")
     dir: str | None = option(
-        None, help="where tensorflow-datasets keeps the data; null: TFDS_DATA_DIR or ~/tensorflow_datasets"
+        None,
+        IS_FOLDER_NAME,
+        help="where tensorflow-datasets keeps the data; null: TFDS_DATA_DIR or ~/tensorflow_datasets",
+        is_text=True,
     )
     offline: str = option(
         "fallback",
@@ -229,34 +239,47 @@ class DataConfig:
         help="if the data cannot be had: fallback (train on digits) or fail (always on many hosts)",
     )
     num_validation: int = option(
-        0, at_least(0), help="how many of the first training examples are held out for validation"
+        0, at_least(0), help="how many of the first training examples are held out for validation", scope="job"
     )
     download_timeout_secs: float = option(300.0, *SECS)
-    arguments: dict[str, Any] = field(
-        default_factory=dict, metadata=CATCH_ALL
-    )  # those of a choice, or of a plugin's data
+    # Those of a choice, or of a plugin's data.
+    arguments: dict[str, Any] = field(default_factory=dict, metadata=CATCH_ALL)
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
     # Neither by default: the length of a run depends on the data, which is known only later.
-    steps: int | None = option(None, *COUNT, help="number of global steps; or give train.epochs")
+    steps: int | None = option(
+        None, *COUNT, help="number of global steps; or give train.epochs", fit="epochs and steps_per_epoch"
+    )
     epochs: float | None = option(
         None,
         above(0),
         at_most(MAX_EPOCHS),
         help="passes of the whole cluster over the training set; both null: the default of the data",
+        fit="epochs",
     )
-    batch_size_per_worker: int = option(100, *COUNT)
+    batch_size_per_worker: int = option(100, *COUNT, fit="batch_size")
     log_every_steps: int = option(100, *COUNT, help="interval of a worker's log lines, in its own steps")
     eval_every_steps: int | None = option(
-        None, *COUNT, help="interval of evaluations on the validation set, in global steps; null: only at the end"
+        None,
+        *COUNT,
+        help="interval of evaluations on the validation set, in global steps; null: only at the end",
+        fit="validation_freq",
     )
     until_accuracy: float | None = option(
-        None, IS_ACCURACY, help="end the training at the first of these evaluations with this accuracy, such as 0.97"
+        None,
+        IS_ACCURACY,
+        WITH_EVALUATIONS,
+        help="end the training at the first of these evaluations with this accuracy, such as 0.97",
+        fit="callbacks",
     )
     until_secs: float | None = option(
-        None, *SECS, help="end it at the first of these evaluations after so many seconds of training"
+        None,
+        *SECS,
+        WITH_EVALUATIONS,
+        help="end it at the first of these evaluations after so many seconds of training",
+        fit="callbacks",
     )
     steps_per_execution: int | None = option(
         None, *COUNT, help="number of steps in one call of TensorFlow; null: chosen automatically"
@@ -268,6 +291,7 @@ class SyncReplicasConfig:
     replicas_to_aggregate: int | None = option(
         None,
         *COUNT,
+        IN_SYNC_REPLICAS,
         help="mode=sync_replicas; how many gradients make a step: fewer than the workers leave some of them as "
         "backups, with more a worker gives several; null: as many as the workers",
     )
@@ -285,7 +309,11 @@ class CheckpointConfig:
 @dataclass(kw_only=True, slots=True)
 class DevicesConfig:
     gpu_memory_fraction: float | None = option(
-        None, IS_FRACTION, help="a fixed fraction of each GPU's memory, such as 0.2; null: it grows as needed"
+        None,
+        IS_FRACTION,
+        help="a fixed fraction of each GPU's memory, such as 0.2; null: it grows as needed",
+        scope="host",
+        predicts=True,
     )
     xla: bool = option(False, help="compile the forward and backward pass with XLA")
     precision: str = option(
@@ -297,6 +325,8 @@ class DevicesConfig:
         None,
         help="compute with oneDNN on CPUs; null: for models known to have large dense layers, and else as "
         "TF_ENABLE_ONEDNN_OPTS or the processor tells TensorFlow",
+        scope="host",
+        predicts=True,
     )
 
 
@@ -325,6 +355,7 @@ class SimulateConfig:
     distribution: str = option(
         "constant",
         one_of("constant", "exponential"),
+        OnlyFor("simulate.delay_secs"),
         help="constant, or exponential: a new delay is drawn for each step, with simulate.delay_secs as the means",
     )
     pause: str | None = option(
@@ -347,45 +378,85 @@ class RunConfig:
     In files and on the command line the arguments of the data stand among its other options.
     """
 
-    mode: str = choice("async", one_of(*MODES))
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    task: TaskConfig = field(default_factory=TaskConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    mode: str = choice("async", one_of(*MODES), scope="job", fit="mode")
+    cluster: ClusterConfig = section(ClusterConfig, "host", predicts=True)
+    task: TaskConfig = section(TaskConfig, "host")
+    data: DataConfig = section(DataConfig, "host", fit=COMMAND_LINE)
     model: dict[str, Any] = field(default_factory=lambda: {"name": "dnn"})
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    sync_replicas: SyncReplicasConfig = field(default_factory=SyncReplicasConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    devices: DevicesConfig = field(default_factory=DevicesConfig)
-    keras: KerasConfig = field(default_factory=KerasConfig)
-    simulate: SimulateConfig = field(default_factory=SimulateConfig)
-    plugins: list[str] = option([], help="Python files that register your own models, data or optimizers")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "job")
+    train: TrainConfig = section(TrainConfig, "job")
+    sync_replicas: SyncReplicasConfig = section(SyncReplicasConfig, "job")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "job")
+    devices: DevicesConfig = section(DevicesConfig, "job")
+    keras: KerasConfig = section(KerasConfig, "job", fit=COMMAND_LINE)
+    simulate: SimulateConfig = section(SimulateConfig, "job")
+    # Each host may have the files elsewhere; what they hold is compared.
+    plugins: list[str] = option(
+        [],
+        help="Python files that register your own models, data or optimizers",
+        scope="host",
+        fit=COMMAND_LINE,
+        is_text=True,
+    )
     run_dir: str | None = option(
         None,
+        IS_FOLDER_NAME,
         help="the directory of the run; an existing run is continued; null: outputs/DATE_TIME-MODE-MODEL",
+        scope="host",
+        fit="run_dir",
+        is_text=True,
     )
     init_from: str | None = option(
-        None, help="a run directory whose newest checkpoint gives a new run its first weights"
+        None,
+        IS_RUN,
+        help="a run directory whose newest checkpoint gives a new run its first weights",
+        scope="either",
+        fit=COMMAND_LINE,
+        is_text=True,
     )
     init_layers: str | None = option(
-        None, IS_PATTERN, help="with init_from: only layers whose names match, such as 'hidden[123]'"
+        None,
+        IS_PATTERN,
+        WITH_INIT_FROM,
+        help="with init_from: only layers whose names match, such as 'hidden[123]'",
+        scope="job",
+        fit=COMMAND_LINE,
+        is_text=True,
     )
-    seed: int = option(0, between(0, 2**31 - 1), help="the seed of everything random: weights, shuffling, dropout")
-    profile: bool = option(False, help="profile two seconds of the training, for TensorBoard")
-    figure: bool = option(True, help="draw loss, metrics and staleness to run_dir/training.png at the end")
+    seed: int = option(
+        0,
+        between(0, 2**31 - 1),
+        help="the seed of everything random: weights, shuffling, dropout",
+        scope="job",
+        fit="seed",
+    )
+    profile: bool = option(False, help="profile two seconds of the training, for TensorBoard", scope="host")
+    figure: bool = option(
+        True, help="draw loss, metrics and staleness to run_dir/training.png at the end", scope="host"
+    )
     timeline: bool = option(
-        False, help="record when each worker's steps begin and end, in run_dir/timeline; makes small steps a bit slower"
+        False,
+        help="record when each worker's steps begin and end, in run_dir/timeline; makes small steps a bit slower",
+        scope="host",
     )
-    startup_timeout_secs: float = option(60.0, *SECS, help="how long to wait for the other tasks at the start")
+    startup_timeout_secs: float = option(
+        60.0, *SECS, help="how long to wait for the other tasks at the start", scope="host", predicts=True
+    )
     watchdog_secs: float = option(
         120.0,
         *SECS,
         help="a task without progress for this long is lost (600 more at its start); without a sign of life, after "
         "0.6 of it",
+        scope="job",
+        predicts=True,
     )
-    max_restarts: int = option(3, at_least(0), help="how many times lost tasks are restarted")
-    grace_secs: float = option(10.0, *SECS, help="how long tasks may take to save and exit after a signal")
+    max_restarts: int = option(
+        3, at_least(0), help="how many times lost tasks are restarted", scope="job", predicts=True
+    )
+    grace_secs: float = option(
+        10.0, *SECS, help="how long tasks may take to save and exit after a signal", scope="host", predicts=True
+    )
 
     @property
     def silence_secs(self) -> float:

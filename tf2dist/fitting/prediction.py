@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf2dist.cluster.spec import Place, Task
 from tf2dist.cluster.validation import read_tf_config
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError, TaskFailure, kind_of, reason_of, users_place
@@ -36,11 +36,6 @@ from tf2dist.registry import ARRAYS_OF_FIT
 from tf2dist.tools.finished.load_model import load_in_files
 
 SAMPLE = 1024  # examples by which other data are noticed; reading gigabytes would delay every start
-OPTIONS = re.compile(
-    r"\+?(cluster\..*|task\.(type|index)|devices\.(gpu_memory_fraction|onednn)|(watchdog|startup_timeout|grace)_secs"
-    r"|max_restarts)(=.*)?",
-    re.DOTALL,
-)
 # What differs, for messages.
 NAMES = {"model": "another model, or other weights", "x": "other examples", "batch_size": "another batch_size"}
 
@@ -144,8 +139,11 @@ def configuration(
     """
     overrides = refusals.overrides_of(options)
     for override in overrides:
-        if not OPTIONS.fullmatch(override):
-            raise FitError(f"options: {override.partition('=')[0]} means nothing in a prediction; leave it out")
+        name = override.partition("=")[0]
+        known = OPTIONS.get(name.removeprefix("+"))
+        # Of an unknown one in the section of the cluster the configuration says which was meant.
+        if not (known.predicts if known else name.startswith("cluster.")):
+            raise FitError(f"options: {name} means nothing in a prediction; leave it out")
     if cluster is None and os.environ.get("TF_CONFIG") and "ps" in read_tf_config(os.environ)[0]:
         raise FitError("TF_CONFIG: job ps: a prediction has workers alone; leave out ps and chief, and start none")
     config, (there, task) = request.configuration("sync", cluster, run_dir, 0, overrides)

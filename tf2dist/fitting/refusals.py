@@ -9,25 +9,18 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.config.checks import LAZY_ROWS
+from tf2dist.config.compose import PLUGIN_GROUPS
+from tf2dist.config.option import COMMAND_LINE
+from tf2dist.config.schema import OPTIONS
 from tf2dist.errors import FitError, kind_of
 from tf2dist.linux import free_memory
 from tf2dist.model import support
 
-# Options of the command line that are arguments of `fit`. Given twice they could contradict each other.
-ARGUMENT_OF = {
-    "mode": "mode",
-    "seed": "seed",
-    "run_dir": "run_dir",
-    "cluster": "cluster",
-    "cluster.num_workers": "cluster",
-    "cluster.num_ps": "cluster",
-    "train.batch_size_per_worker": "batch_size",
-    "train.epochs": "epochs",
-    "train.steps": "epochs and steps_per_epoch",
-    "train.eval_every_steps": "validation_freq",
-    "train.until_accuracy": "callbacks",
-    "train.until_secs": "callbacks",
-}
+# The arguments of `fit` by the options of the command line that they set. Given twice they could contradict each other.
+ARGUMENT_OF = {name.removesuffix(".kind"): option.fit for name, option in OPTIONS.items() if option.fit}
+# Options by which the command line chooses what `fit` is given as Python objects, with all that begins as they do.
+CHOSEN = {name.partition(".")[0] for name, argument in ARGUMENT_OF.items() if argument == COMMAND_LINE}
+COMMAND_LINE_ONLY = {"experiment", *PLUGIN_GROUPS, *CHOSEN}
 # What the function of `data=load` does instead of these arguments.
 ALTERNATIVES = {
     "x": "its batches are (x, y) or (x, y, sample_weight)",
@@ -41,8 +34,6 @@ ALTERNATIVES = {
 # after a callback are compared with.
 COPIES = 4
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
-# Options by which the command line chooses what `fit` is given as Python objects.
-COMMAND_LINE_ONLY = ("model", "optimizer", "data", "experiment", "plugins", "init_from", "init_layers", "keras")
 
 
 def check_numbers(**values: Any) -> None:
@@ -237,12 +228,12 @@ def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]
             raise FitError(f"options: has {kind_of(override)}; write 'checkpoint.every_secs=60', or give a dict")
         # With a plus Hydra adds an option; it is still the same option.
         name = override.lstrip("+").partition("=")[0]
-        if name in ARGUMENT_OF:
-            raise FitError(f"options: {name} is the argument {ARGUMENT_OF[name]} of fit; give that instead")
         if name.partition(".")[0] in COMMAND_LINE_ONLY and name != f"optimizer.{LAZY_ROWS}":
             raise FitError(
                 f"options: {name} belongs to the command line; give fit the model, the data and the settings themselves"
             )
+        if name in ARGUMENT_OF:
+            raise FitError(f"options: {name} is the argument {ARGUMENT_OF[name]} of fit; give that instead")
     return overrides
 
 

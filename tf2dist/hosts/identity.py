@@ -10,13 +10,12 @@ import os
 import platform
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tf2dist import __version__
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.data import location
 from tf2dist.errors import ClusterError, ConfigError
 from tf2dist.files import open_to_read
@@ -25,27 +24,6 @@ from tf2dist.linux import SECRETS
 from tf2dist.tf_constants import installed_version
 
 PACKAGES = ("tensorflow", "keras", "numpy")
-# Of the options of the cluster, those that all hosts must give alike.
-SHARED_CLUSTER_OPTIONS = ("min_workers", "placement", "min_part_bytes", "transfer_dtype", "all_reduce")
-# Each host may choose these for itself. The lists of addresses and the hashes of the plugins are compared instead of
-# the options "cluster" and "plugins".
-HOST_OPTIONS = (
-    *(f"cluster.{field.name}" for field in fields(ClusterConfig) if field.name not in SHARED_CLUSTER_OPTIONS),
-    "task",
-    "plugins",
-    "run_dir",
-    "profile",
-    "figure",
-    "timeline",
-    "startup_timeout_secs",
-    "grace_secs",
-    "data.dir",
-    "data.offline",
-    "data.download_timeout_secs",
-    "devices.gpu_memory_fraction",
-    "devices.onednn",
-)
-PATH_OPTIONS = ("init_from",)  # the path may differ between hosts, but either all of them give one or none does
 MAX_SHOWN_CHARACTERS = 200
 MAX_SHOWN = 8
 
@@ -83,15 +61,21 @@ def versions() -> dict[str, str]:
 
 
 def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without the options that each host may choose for itself."""
+    """The configuration without the options that each host may choose for itself.
+
+    The lists of addresses and the hashes of the plugins are compared instead of "cluster" and "plugins".
+    """
     shared: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in HOST_OPTIONS:
-            # Whole groups may be of the host, such as "task"; in others only single options are.
-            shared[key] = _shared(value, f"{name}.")
-        elif name not in HOST_OPTIONS:
-            shared[key] = "given" if name in PATH_OPTIONS and value is not None else value
+        scope = OPTIONS[name].scope if name in OPTIONS else "job"
+        if isinstance(value, dict):
+            if section := _shared(value, f"{name}."):
+                shared[key] = section
+        elif scope == "either" and value is not None:
+            shared[key] = "given"
+        elif scope in ("job", "either"):
+            shared[key] = value
     return shared
 
 

@@ -34,11 +34,14 @@ REPLACED = {
     "train.until_secs": "until=30s",
     "timeline": "nothing: a comparison always records it",
 }
-# Options that only some modes take: a contender of another mode runs without them.
-MODE_OPTIONS = (
-    *("algorithm", "cluster.all_reduce", "cluster.num_ps", "cluster.placement", "cluster.min_part_bytes"),
-    "cluster.transfer_dtype",
-)
+
+
+def _depends_on_mode(name: str) -> bool:
+    return any(need.option == "mode" or _depends_on_mode(need.option) for need in OPTIONS[name].only_for)
+
+
+# Options that only some modes take: a contender of another mode runs without them. Each algorithm is of one mode.
+MODE_OPTIONS = ("algorithm", *filter(_depends_on_mode, OPTIONS))
 EVALUATIONS_PER_PASS, EVALUATIONS_PER_RUN = 8, 12
 BATCHES_PER_EVALUATION = 20  # of each worker, for data of unknown size
 MAX_NAME_CHARS = 120  # of a run's folder
