@@ -78,8 +78,8 @@ def temporary_folder() -> Iterator[Path]:
 _removals: list[Callable[[], None]] = []  # of temporary folders
 
 
-class StopRequests:
-    """The requests that a run should end, of a program that keeps its own handlers of signals and asks by itself.
+class StopRequest:
+    """The request that a run should end, of a program that keeps its own handlers of signals and asks by itself.
 
     Attributes:
         received: the first signal, and later ones that ask to stop at once; see `is_impatient`.
@@ -89,9 +89,19 @@ class StopRequests:
         self.received: list[int] = []
         self._first_at = 0.0
 
-    def deferred(self) -> AbstractContextManager[list[int]]:
-        """For a block that looks at `received` itself, which grows while it runs."""
-        return contextlib.nullcontext(self.received)
+    @property
+    def signum(self) -> int:
+        """The signal that asks for the stop; 0 while none has come."""
+        return self.received[0] if self.received else 0
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the stop shall be at once, instead of orderly."""
+        return len(self.received) > 1
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """For a block that looks at the request itself."""
+        return contextlib.nullcontext()
 
     def ask(self, number: int) -> bool:
         """Asks for an orderly stop, as the signal would, or for one at once; returns whether it counts as either."""
@@ -125,7 +135,7 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class Signals(StopRequests):
+class Signals(StopRequest):
     """Handles the signals in a `with` block: the first raises KeyboardInterrupt, except in a block of `deferred`."""
 
     def __init__(self) -> None:
@@ -141,11 +151,11 @@ class Signals(StopRequests):
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[list[int]]:
+    def deferred(self) -> Iterator[None]:
         """No signal raises anything in the block."""
         self._is_deferred = True
         try:
-            yield self.received
+            yield
         finally:
             self._is_deferred = False
 
@@ -171,8 +181,8 @@ class Signals(StopRequests):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.ask(number) or self._is_deferred:
             return
-        if len(self.received) > 1:
-            os._exit(128 + self.received[0])  # do not wait for the clean-up that the first signal began
+        if self.is_urgent:
+            os._exit(128 + self.signum)  # do not wait for the clean-up that the first signal began
         raise KeyboardInterrupt
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import COMMAND, Command, wait_until
 from tf2dist import signals
 from tf2dist.launch import single_run
-from tf2dist.signals import Signals
+from tf2dist.signals import Signals, StopRequest
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -31,26 +31,26 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     ],
 )
 def test_a_signal_that_is_repeated_at_once_is_the_same_request(pair: tuple[int, int], counted: list[int]) -> None:
-    with Signals() as caught, caught.deferred() as received:
+    with Signals() as stop, stop.deferred():
         for number in pair:
             os.kill(os.getpid(), number)
-    assert received == counted
+    assert stop.received == counted
 
 
 def test_a_signal_that_is_repeated_later_is_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "REPEAT_SECS", 0.0)
-    with Signals() as caught, caught.deferred() as received:
+    with Signals() as stop, stop.deferred():
         for number in (TERM, TERM, HUP):
             os.kill(os.getpid(), number)
-    assert received == [TERM, TERM, HUP]
+    assert stop.received == [TERM, TERM, HUP]
 
 
 def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with Signals() as caught, caught.deferred() as received:
+        with Signals() as stop, stop.deferred():
             os.kill(os.getpid(), HUP)
-            assert received == []
+            assert stop.received == []
         assert signal.getsignal(HUP) == signal.SIG_IGN
     finally:
         signal.signal(HUP, before)
@@ -138,11 +138,11 @@ JOBS = {
     "orderly": """
 import pathlib, time
 from tf2dist.signals import Signals
-with Signals() as caught, caught.deferred() as received:
+with Signals() as stop, stop.deferred():
     pathlib.Path(sys.argv[2]).touch()
-    while len(received) < 2:
+    while not stop.is_urgent:
         time.sleep(0.01)
-pathlib.Path(sys.argv[2]).write_text(str(received))
+pathlib.Path(sys.argv[2]).write_text(str(stop.received))
 """,
     "deaf": """
 import pathlib, signal, time
@@ -163,12 +163,13 @@ def test_a_job_of_a_comparison_ends_at_once_with_a_signal(
     """Without an orderly stop, which would save: it is told twice, and killed if it does not hear."""
     monkeypatch.setattr(single_run, "RUN_JOB", JOBS[kind])
     monkeypatch.setattr(single_run, "JOB_STOP_SECS", 0.5 if kind == "deaf" else 60.0)
-    received: list[int] = []
+    stop = StopRequest()
     ready = tmp_path / "ready"
 
     def look() -> None:
-        received.extend([number] * ready.exists())
+        if ready.exists():
+            stop.ask(number)
 
     with open(tmp_path / "log", "wb") as log:
-        assert single_run.run_job([str(ready)], received, log, look) == 128 + number
+        assert single_run.run_job([str(ready)], stop, log, look) == 128 + number
     assert ready.read_text() == heard

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.unit.scripted import host_run
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskFailure
-from tf2dist.launch.console import Console
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.monitor import Monitor, Tasks
 
@@ -27,7 +27,7 @@ def test_a_function_of_the_users_that_never_returns(
         def start(task: str, restarts: int) -> None:
             launcher.start(task, "tests.process.targets:stand", {}, sys_path=sys.path)
 
-        monitor = Monitor(launcher, Console(), RunConfig(watchdog_secs=5.0), None, [], lambda: None)
+        monitor = Monitor(host_run(RunConfig(watchdog_secs=5.0), tmp_path), launcher, None, lambda: None)
         with pytest.raises(TaskFailure) as caught:
             monitor.run(Tasks(["chief-0"], "chief-0", start))
     assert caught.value.exit_code == 1

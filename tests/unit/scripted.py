@@ -8,12 +8,15 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tf2dist.cluster.spec import Cluster, Place
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError
 from tf2dist.hosts.messages import MeetingEvent
 from tf2dist.launch.console import Console
+from tf2dist.launch.host_run import HostRun
 from tf2dist.launch.monitor import Monitor, Tasks
 from tf2dist.messages import Alive, Done, Exited, ResultMessage
+from tf2dist.signals import StopRequest
 
 TASKS = ["worker-0", "worker-1"]
 ECHO = "lost another task: Error from /job:worker"
@@ -46,7 +49,7 @@ class ScriptedLauncher:
         self.now = 100.0
         self.ready = True
         self.tasks: dict[str, int] = {}
-        self.received: list[int] = []
+        self.stop = StopRequest()
         self.sent: list[tuple[str, Any]] = []  # to tasks
         self.reaps = True  # whether the end of a killed task is reported
 
@@ -68,7 +71,7 @@ class ScriptedLauncher:
         self._script = [(at, event) for at, event in self._script if at > self.now]
         for event in due:
             if isinstance(event, Signalled):
-                self.received.append(signal.SIGTERM)
+                self.stop.received.append(signal.SIGTERM)
                 continue
             if isinstance(event, Exited):
                 if event.code == 0 and not isinstance(event, EndedEarly):
@@ -135,6 +138,12 @@ def start_with_echo(launcher: ScriptedLauncher, who: str, task: str, restarts: i
         write_echo(launcher.log_dir, task)
 
 
+def host_run(config: RunConfig, run_dir: Path, stop: StopRequest | None = None) -> HostRun:
+    """A run of a cluster of one task."""
+    cluster = Cluster(config.mode, {"worker": ("127.0.0.1:2222",)}, is_managed=True)
+    return HostRun(config, Place(cluster, cluster.leader), run_dir, Console(), 0.0, stop or StopRequest())
+
+
 def follow(
     launcher: ScriptedLauncher,
     config: RunConfig,
@@ -145,7 +154,8 @@ def follow(
     may_leave: bool = False,
 ) -> dict[str, Any]:
     """Monitors the script to its end, by its own clock; returns the result."""
-    monitor = Monitor(launcher, Console(), config, meeting, launcher.received, lambda: None, clock=launcher)  # type: ignore[arg-type]
+    run = host_run(config, launcher.log_dir, launcher.stop)
+    monitor = Monitor(run, launcher, meeting, lambda: None, clock=launcher)  # type: ignore[arg-type]
     return monitor.run(Tasks(tasks, leader or tasks[0], start or launcher.start, may_leave))
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import COMMAND, REPOSITORY
+from tests.unit.scripted import host_run
 from tf2dist import cli
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.launch import run_dir, single_run, supervisor
-from tf2dist.launch.console import Console
 from tf2dist.training.writers import JsonlWriter
 
 FOLDERS = ["logs", "checkpoints", "tensorboard"]
@@ -96,7 +96,7 @@ def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(
             supervisor.write_summary(again, its, {"of": "the other run"})
         other = (again / "summary.json").read_text()
         with pytest.raises(TrainingError, match=rf"run_dir \({folder}\): was removed during the run, and another run"):
-            supervisor.note_begin(RunConfig(), folder, lock, Console())
+            supervisor.note_begin(host_run(RunConfig(), folder), lock)
         with pytest.raises(TrainingError, match=r"another run uses that path now.*; its content would be\n.*this run"):
             supervisor.write_summary(folder, lock, {"of": "this run"})
         assert (folder / "summary.json").read_text() == other
@@ -106,7 +106,7 @@ def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(
 def test_a_run_that_begins_removes_the_result_of_an_earlier_one(folder: Path) -> None:
     for name in ("summary.json", "training.png", "metrics.jsonl"):
         (folder / name).write_text("earlier")
-    supervisor.note_begin(RunConfig(), folder, None, Console())
+    supervisor.note_begin(host_run(RunConfig(), folder), None)
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "logs", "metrics.jsonl"}
 
 

@@ -39,7 +39,7 @@ from tf2dist.messages import metrics_text
 from tf2dist.model.own_step import has_own_step
 from tf2dist.model.source import EpochPlan, copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
-from tf2dist.signals import StopRequests
+from tf2dist.signals import StopRequest
 from tf2dist.tools.end_of_run import draw_training
 from tf2dist.training.loop import sharding_of
 
@@ -232,8 +232,8 @@ def run_tasks(
         if text := exposure_warning(*place):
             console.warn(text)
 
-    def run(requests: StopRequests) -> FolderAndSummary:
-        return run_in_folder(config, place, console, started_at, requests, session)
+    def run(stop: StopRequest) -> FolderAndSummary:
+        return run_in_folder(config, place, console, started_at, stop, session)
 
     return session.follow(run, console)
 

@@ -15,9 +15,9 @@ import numpy as np
 from tf2dist.errors import TfDistError, TrainingError, first_line
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
-from tf2dist.launch.monitor import CallerMessage, Send
+from tf2dist.launch.host_run import CallerMessage, Send
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
-from tf2dist.signals import StopRequests, sigterm_raises
+from tf2dist.signals import StopRequest, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def _signal_of(error: BaseException) -> signal.Signals:
 
 
 class FitSession(Generic[T]):
-    """The caller's side of one run; see `launch.monitor.Caller`.
+    """The caller's side of one run; see `launch.host_run.Caller`.
 
     The thread of the run puts the leader's messages into a queue. The caller's thread takes them out and calls the
     callbacks; Python raises KeyboardInterrupt only there. Apart from the queue each attribute is written by one thread.
@@ -52,7 +52,7 @@ class FitSession(Generic[T]):
         self.job, self.identity, self.sys_path = job, identity, sys_path
         self._callbacks, self._num_epochs = callbacks, num_epochs
         self._console: Console | None = None
-        self._stop_requests = StopRequests()
+        self._stop = StopRequest()
         # None says that the run has ended.
         self._messages: queue.SimpleQueue[CallerMessage | None] = queue.SimpleQueue()
         self._send: Send = lambda message: None
@@ -78,9 +78,9 @@ class FitSession(Generic[T]):
             self._console.note(self._end)
         self._messages.put(message)
 
-    def _run(self, run: Callable[[StopRequests], T]) -> None:
+    def _run(self, run: Callable[[StopRequest], T]) -> None:
         try:
-            self._result.append(run(self._stop_requests))
+            self._result.append(run(self._stop))
         except BaseException as error:
             # Kept for the caller's thread: raised here it would only be printed.
             self._error = error
@@ -90,7 +90,7 @@ class FitSession(Generic[T]):
     # In the caller's thread.
 
     @sigterm_raises()
-    def follow(self, run: Callable[[StopRequests], T], console: Console) -> T:
+    def follow(self, run: Callable[[StopRequest], T], console: Console) -> T:
         """Calls `run` in another thread and the callbacks in this one, until the run has ended.
 
         Args:
@@ -113,7 +113,7 @@ class FitSession(Generic[T]):
         try:
             self._answer_all()
         except BaseException as error:
-            self._stop_requests.ask(_signal_of(error))
+            self._stop.ask(_signal_of(error))
             self._wait_for_end(thread)
             # The user should see the error of the callback itself. At which step the run was saved goes with it.
             if isinstance(self._error, TfDistError):
@@ -137,7 +137,7 @@ class FitSession(Generic[T]):
             error.add_note(text)
 
     def _stop_at_exit(self, thread: threading.Thread) -> None:
-        self._stop_requests.ask(signal.SIGINT)
+        self._stop.ask(signal.SIGINT)
         self._wait_for_end(thread)
         if self._error:
             print(f"tf2dist: {self._error}", file=sys.stderr)
@@ -148,7 +148,7 @@ class FitSession(Generic[T]):
                 thread.join(POLL_SECS)
             except (KeyboardInterrupt, SystemExit) as error:
                 # As on the command line, a later signal asks for an end at once.
-                self._stop_requests.ask(_signal_of(error))
+                self._stop.ask(_signal_of(error))
 
     def _answer_all(self) -> None:
         while True:

@@ -4,15 +4,12 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tf2dist.cluster.spec import Task, can_lose
-from tf2dist.config.schema import RunConfig
 from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, Left, TaskFailure, TaskLostError
 from tf2dist.hosts import messages as control
 from tf2dist.hosts.meeting import Meeting
-from tf2dist.launch.console import Console
 from tf2dist.launch.failures import (
     FailureReader,
     RestartDecision,
@@ -21,6 +18,7 @@ from tf2dist.launch.failures import (
     cause_order,
     is_secondary,
 )
+from tf2dist.launch.host_run import CallerMessage, HostRun
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Clock, Watchdog
@@ -28,10 +26,7 @@ from tf2dist.messages import (
     Began,
     Event,
     Exited,
-    HookAnswer,
-    HookCall,
     Note,
-    PauseWanted,
     PeerGone,
     ProgressMessage,
     ResultMessage,
@@ -46,8 +41,6 @@ SECONDARY_SECS = 1.0  # the failure that caused the others may be reported after
 CAUSE_SECS = 3.0  # the same if it is on another host
 EXIT_SECS = 15.0  # for the other tasks to end, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task to end, once its leader on another host is done
-CallerMessage = HookCall | ProgressMessage
-Send = Callable[[HookAnswer | PauseWanted], None]
 
 
 class Phase(enum.Enum):
@@ -94,53 +87,28 @@ class Attempt:
     failures: list[FailureRecord] = field(default_factory=list)
 
 
-# Only a protocol stands here: `fit` itself imports TensorFlow, and this room must not.
-class Caller(Protocol):
-    """A call of `fit`: what its tasks need, and where the leader's messages go.
-
-    Attributes:
-        job: the folder with the data and the model, on this host.
-        identity: what must be equal on every host, in a form that people can read.
-        sys_path: where the tasks find the caller's modules.
-    """
-
-    job: Path
-    identity: dict[str, Any]
-    sys_path: list[str]
-
-    def connect(self, send: Send) -> None:
-        """Takes the function that sends a message to the leader, from any thread."""
-
-    def on_message(self, message: CallerMessage) -> None:
-        """Takes a message of the leader; must not wait."""
-
-
 class Monitor:
     """Follows one run, from the start of its first task to the end of its last one.
 
     Args:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
         on_begun: called when the leader has restored the run or made a new one, so that training can begin.
-        received: the signals that this process has got, in order; they appear while it runs.
-        caller: of `fit`, which hears some of the messages too; None for the command line.
     """
 
     def __init__(
         self,
+        run: HostRun,
         launcher: Launcher,
-        console: Console,
-        config: RunConfig,
         meeting: Meeting | None,
-        received: list[int],
         on_begun: Callable[[], None],
-        caller: Caller | None = None,
         clock: Clock = time,
     ) -> None:
-        self._launcher, self._console, self._meeting, self._clock = launcher, console, meeting, clock
-        self._mode, self._on_begun, self._caller = config.mode, on_begun, caller
+        config = run.config
+        self._launcher, self._console, self._meeting, self._clock = launcher, run.console, meeting, clock
+        self._mode, self._on_begun, self._caller = config.mode, on_begun, run.caller
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
-        self._shutdown = Shutdown(launcher, meeting, received, config.grace_secs, console.status, clock)
-        self._watchdog = Watchdog(launcher, config, console.status, clock)
+        self._shutdown = Shutdown(run, launcher, meeting, clock)
+        self._watchdog = Watchdog(launcher, config, run.console.status, clock)
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
         self._attempt = Attempt()
         self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.on_free_ports`

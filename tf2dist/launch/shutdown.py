@@ -1,11 +1,11 @@
 """An orderly stop, from the launching process: the leader saves and ends, and the others with it."""
 
 import signal
-from collections.abc import Callable
 
 from tf2dist.errors import FailureRecord, Interrupted, Left, NotFiniteError, RequestError, TaskFailure, TfDistError
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.failures import cause_order
+from tf2dist.launch.host_run import HostRun
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.watchdog import Clock
 
@@ -25,23 +25,19 @@ class Shutdown:
         saved_step: the step of the last checkpoint; None if there is none.
 
     Args:
+        run: its configuration says how long the leader may take to save and end.
         meeting: with the launching processes of the other hosts; None if all tasks are here.
-        received: the signals that this process has got, in order; they appear while it runs.
-        grace_secs: how long the leader may take to save and end.
-        notify: takes a line for the user.
     """
 
     def __init__(
         self,
+        run: HostRun,
         launcher: Launcher,
         meeting: Meeting | None,
-        received: list[int],
-        grace_secs: float,
-        notify: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        self._launcher, self._meeting, self._received = launcher, meeting, received
-        self._grace_secs, self._notify, self._clock = grace_secs, notify, clock
+        self._launcher, self._meeting, self._clock = launcher, meeting, clock
+        self._stop, self._grace_secs, self._notify = run.stop, run.config.grace_secs, run.console.status
         self._deadline: float | None = None
         self._leave_at: float | None = None
         self._peer_signum = 0  # the signal that another host has got; 0 for none
@@ -57,11 +53,11 @@ class Shutdown:
     @property
     def is_signalled(self) -> bool:
         """Whether this process itself has got a signal."""
-        return bool(self._received)
+        return bool(self._stop.signum)
 
     @property
     def _is_leaving(self) -> bool:
-        return self.may_leave and self._received[:1] == [signal.SIGTERM]
+        return self.may_leave and self._stop.signum == signal.SIGTERM
 
     def leave(self, task: str) -> None:
         """Ends the task of this host alone if a signal asks for that; to be called several times a second.
@@ -75,7 +71,7 @@ class Shutdown:
         if self._leave_at is None:
             self._leave_at = self._clock.monotonic() + min(LEAVE_SECS, self._grace_secs / 2)
             self._notify("leaving")
-        if self._clock.monotonic() >= self._leave_at or len(self._received) > 1:
+        if self._clock.monotonic() >= self._leave_at or self._stop.is_urgent:
             self._launcher.kill_all()  # before the others are told that it is gone
             raise Left(task)
 
@@ -110,8 +106,8 @@ class Shutdown:
             self._start()
         leader_ended = leader in tasks and leader not in self._launcher.tasks
         in_time = self._clock.monotonic() < self._deadline
-        if leader_ended or not in_time or len(self._received) > 1 or not self._launcher.tasks:
-            return (self._received or [self._peer_signum])[0]
+        if leader_ended or not in_time or self._stop.is_urgent or not self._launcher.tasks:
+            return self._stop.signum or self._peer_signum
         return 0
 
     def outcome(self, signum: int, leader: str, failures: list[FailureRecord]) -> TfDistError:
@@ -138,6 +134,6 @@ class Shutdown:
     def _start(self) -> None:
         self._notify("stopping")
         if self._meeting and not self._peer_signum:
-            self._meeting.stop(self._received[0])
+            self._meeting.stop(self._stop.signum)
         for task in list(self._launcher.tasks):
             self._launcher.signal(task, signal.SIGTERM)

@@ -39,11 +39,11 @@ from tf2dist.files import is_path, settle_home
 from tf2dist.hosts.identity import job_key
 from tf2dist.launch.console import DRAIN_SECS, Console, Unblocked, prepare_streams, print_lines, result_lines
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.monitor import Caller
+from tf2dist.launch.host_run import Caller, HostRun
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
 from tf2dist.launch.supervisor import supervise
 from tf2dist.linux import child_environment, code_command, without_warnings
-from tf2dist.signals import Signals, StopRequests
+from tf2dist.signals import Signals, StopRequest
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
 MIN_OPEN_FILES = 64  # with three tasks 30 are enough, and below that they end in many ways
@@ -54,7 +54,7 @@ def run_in_folder(
     place: Place,
     console: Console,
     started_at: float,
-    signals: StopRequests,
+    stop: StopRequest,
     caller: Caller | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Makes the run directory and runs in it; see `supervise`.
@@ -69,7 +69,7 @@ def run_in_folder(
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
     try:
-        return run_dir, supervise(config, run_dir, place, console, started_at, signals, caller)
+        return run_dir, supervise(HostRun(config, place, run_dir, console, started_at, stop, caller))
     except Interrupted as error:
         # Only here: a run may be stopped before it knows of the checkpoints of the run that it resumes.
         if not can_go_on(run_dir):
@@ -167,7 +167,7 @@ def run_command(run: Run, argv: list[str] | None = None) -> NoReturn:
         try:
             code = run_and_report(run, arguments, started_at, signals)
         except KeyboardInterrupt:  # a signal before there was anything to stop
-            code = report(Interrupted(signals.received[0]))
+            code = report(Interrupted(signals.signum))
     sys.exit(code)
 
 
@@ -367,19 +367,19 @@ RUN_JOB = (
 
 
 def run_job(
-    arguments: list[str], received: list[int], output: IO[bytes], while_it_runs: Callable[[], None] = lambda: None
+    arguments: list[str], stop: StopRequest, output: IO[bytes], while_it_runs: Callable[[], None] = lambda: None
 ) -> int:
     """Runs a command of tf2dist to its end, or until a signal comes, which ends it at once; returns its exit code.
 
     Args:
         arguments: of the command.
-        received: the signals to this process, which grow while it runs.
+        stop: the request to this process, which may come while it runs.
         output: a file for what it prints.
         while_it_runs: called ten times a second.
     """
     command = code_command(RUN_JOB, str(os.getpid()), *arguments)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=child_environment())
-    while not received:
+    while not stop.signum:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(JOB_POLL_SECS)
             # A shell gives the same code for a process that a signal has killed.
@@ -393,4 +393,4 @@ def run_job(
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(JOB_STOP_SECS)
             break
-    return 128 + received[0]
+    return 128 + stop.signum

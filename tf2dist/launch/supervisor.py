@@ -10,17 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tf2dist.cluster.spec import Cluster, Place, Task
-from tf2dist.config.schema import RunConfig
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import Interrupted, Left, TrainingError
 from tf2dist.files import as_json, write_whole
 from tf2dist.hosts.identity import identity_of, job_key
 from tf2dist.hosts.meeting import Meeting
-from tf2dist.launch.console import Console, last_evaluation
+from tf2dist.launch.console import last_evaluation
+from tf2dist.launch.host_run import HostRun
 from tf2dist.launch.launcher import Launcher, environment_of
-from tf2dist.launch.monitor import Caller, Monitor, Tasks
+from tf2dist.launch.monitor import Monitor, Tasks
 from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
-from tf2dist.signals import StopRequests
+from tf2dist.signals import StopRequest
 
 
 def on_free_ports(cluster: Cluster, launcher: Launcher, restarts: int) -> Cluster:
@@ -35,19 +35,8 @@ def on_free_ports(cluster: Cluster, launcher: Launcher, restarts: int) -> Cluste
     return cluster.at_ports(launcher.ports[first:])
 
 
-def supervise(
-    config: RunConfig,
-    run_dir: Path,
-    place: Place,
-    console: Console,
-    started_at: float,
-    signals: StopRequests,
-    caller: Caller | None = None,
-) -> dict[str, Any]:
+def supervise(run: HostRun) -> dict[str, Any]:
     """Runs all tasks of a managed cluster, or this host's one task, to their end.
-
-    Args:
-        caller: of `fit`; None for the command line.
 
     Returns:
         The summary, which is in summary.json too; empty if the task that makes it runs elsewhere.
@@ -61,44 +50,34 @@ def supervise(
         Interrupted: by a signal; everything has been saved and stopped in order.
         Left: by a signal that has ended the task of this host alone.
     """
-    launcher = Launcher(run_dir / "logs", isolate=place.cluster.is_managed, env=environment_of(config))
+    launcher = Launcher(run.run_dir / "logs", isolate=run.place.cluster.is_managed, env=environment_of(run.config))
     with contextlib.ExitStack() as stack:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
-        lock = stack.enter_context(locked(run_dir)) if place.leads else None
+        lock = stack.enter_context(locked(run.run_dir)) if run.place.leads else None
         # Signals are only recorded until the launcher has ended the tasks: a KeyboardInterrupt in the middle of that
         # would leave some of them running.
-        received = stack.enter_context(signals.deferred())
-        stack.enter_context(console)
+        stack.enter_context(run.stop.deferred())
+        stack.enter_context(run.console)
         with launcher:
-            return run_tasks(config, run_dir, place, launcher, lock, console, started_at, received, caller)
+            return run_tasks(run, launcher, lock)
 
 
-def run_tasks(
-    config: RunConfig,
-    run_dir: Path,
-    place: Place,
-    launcher: Launcher,
-    lock: Lock | None,
-    console: Console,
-    started_at: float,
-    received: list[int],
-    caller: Caller | None,
-) -> dict[str, Any]:
+def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, Any]:
     """Runs the tasks of this host to their end, and writes the summary; see `supervise`."""
+    place, console, caller = run.place, run.console, run.caller
     with contextlib.ExitStack() as stack:
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
-        meeting = stack.enter_context(meeting_of(config, *place, console, caller)) if place.has_peers else None
-        begun = functools.partial(note_begin, config, run_dir, lock, console)
-        tasks = tasks_of(config, run_dir, place, started_at, launcher, caller)
-        check = functools.partial(check_signals, received, tasks)
-        monitor = Monitor(launcher, console, config, meeting, received, begun, caller)
+        meeting = stack.enter_context(meeting_of(run)) if place.has_peers else None
+        tasks = tasks_of(run, launcher)
+        check = functools.partial(check_stop, run.stop, tasks)
+        monitor = Monitor(run, launcher, meeting, functools.partial(note_begin, run, lock))
         if meeting:
-            meeting.join(config.startup_timeout_secs, check)
+            meeting.join(run.config.startup_timeout_secs, check)
         launcher.wait_ready(check)
         if not place.has_address:
             console.note(
-                f"{place.task} has no address in the cluster: it follows the checkpoints in {run_dir} to the last "
+                f"{place.task} has no address in the cluster: it follows the checkpoints in {run.run_dir} to the last "
                 f"one, and is not told if {tasks.leader} fails"
             )
         if place.cluster.is_managed and not launcher.isolated:
@@ -109,72 +88,62 @@ def run_tasks(
         console.status(f"starting {', '.join(tasks.names)}{at_address}")
         summary = monitor.run(tasks)
         if summary:
-            write_summary(run_dir, lock, summary)
-            check_saved(summary, how_to_go_on(run_dir, in_python=caller is not None))
+            write_summary(run.run_dir, lock, summary)
+            check_saved(summary, how_to_go_on(run.run_dir, in_python=caller is not None))
         return summary
 
 
-def tasks_of(
-    config: RunConfig,
-    run_dir: Path,
-    place: Place,
-    started_at: float,
-    launcher: Launcher,
-    caller: Caller | None,
-) -> Tasks:
+def tasks_of(run: HostRun, launcher: Launcher) -> Tasks:
     """The tasks to run on this host: all of a managed cluster, or the one of this command."""
-    cluster = place.cluster
+    cluster, task = run.place
 
     def start(name: str, restarts: int) -> None:
         # Fixed at each start: a managed cluster uses other ports after a restart.
         current = on_free_ports(cluster, launcher, restarts) if cluster.is_managed else cluster
-        payload = payload_of(config, current, Task.parse(name), run_dir, started_at, caller)
-        launcher.start(name, "tf2dist.task:main", payload, sys_path=caller.sys_path if caller else None)
+        payload = payload_of(run, current, Task.parse(name))
+        launcher.start(name, "tf2dist.task:main", payload, sys_path=run.caller.sys_path if run.caller else None)
 
-    tasks = cluster.tasks if cluster.is_managed else [place.task]
-    may_leave = config.task.on_term == "leave" and place.has_peers and cluster.can_lose(place.task)
-    return Tasks([str(task) for task in tasks], str(cluster.leader), start, may_leave)
+    tasks = cluster.tasks if cluster.is_managed else [task]
+    may_leave = run.config.task.on_term == "leave" and run.place.has_peers and cluster.can_lose(task)
+    return Tasks([str(each) for each in tasks], str(cluster.leader), start, may_leave)
 
 
-def check_signals(received: list[int], tasks: Tasks) -> None:
-    """Raises Interrupted if this process has got a signal, or Left if its task may leave."""
-    if tasks.may_leave and received[:1] == [signal.SIGTERM]:
+def check_stop(stop: StopRequest, tasks: Tasks) -> None:
+    """Raises Interrupted if this process was asked to stop, or Left if its task may leave."""
+    if tasks.may_leave and stop.signum == signal.SIGTERM:
         raise Left(tasks.names[0])
-    if received:
-        raise Interrupted(received[0])
+    if stop.signum:
+        raise Interrupted(stop.signum)
 
 
-def payload_of(
-    config: RunConfig, cluster: Cluster, task: Task, run_dir: Path, started_at: float, caller: Caller | None
-) -> dict[str, Any]:
+def payload_of(run: HostRun, cluster: Cluster, task: Task) -> dict[str, Any]:
     """The payload of a task, for `task.main`."""
     # It is sent as JSON, so it holds text and lists instead of objects.
     return {
-        "config": config.to_yaml(),
+        "config": run.config.to_yaml(),
         "cluster": asdict(cluster),
         "task": (task.job, task.index),
-        "run_dir": str(run_dir),
-        "started_at": started_at,
-        "job": str(caller.job) if caller else None,
+        "run_dir": str(run.run_dir),
+        "started_at": run.started_at,
+        "job": str(run.caller.job) if run.caller else None,
     }
 
 
-def meeting_of(config: RunConfig, cluster: Cluster, task: Task, console: Console, caller: Caller | None) -> Meeting:
+def meeting_of(run: HostRun) -> Meeting:
     """The meeting with the launching processes of the cluster's other tasks; it begins with its `with` block."""
-    key = job_key(os.environ, cluster, console.warn)
-    shift = config.cluster.control_port_shift
+    cluster, task = run.place
     return Meeting(
         cluster,
         task,
-        identity_of(config, cluster, task, caller.identity if caller else None),
-        key,
-        console.note,
-        lost_after_secs=config.silence_secs,
-        port_shift=shift,
+        identity_of(run.config, cluster, task, run.caller.identity if run.caller else None),
+        job_key(os.environ, cluster, run.console.warn),
+        run.console.note,
+        lost_after_secs=run.config.silence_secs,
+        port_shift=run.config.cluster.control_port_shift,
     )
 
 
-def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Console) -> None:
+def note_begin(run: HostRun, lock: Lock | None) -> None:
     """Writes this run's configuration into the run directory, and removes an earlier run's summary and picture.
 
     Called once training can begin: a run that fails before that leaves the earlier result alone.
@@ -186,10 +155,10 @@ def note_begin(config: RunConfig, run_dir: Path, lock: Lock | None, console: Con
         lock.check()
     try:
         for name in ("summary.json", "training.png"):
-            (run_dir / name).unlink(missing_ok=True)
-        write_whole(run_dir / "config.yaml", config.to_yaml())
+            (run.run_dir / name).unlink(missing_ok=True)
+        write_whole(run.run_dir / "config.yaml", run.config.to_yaml())
     except OSError as error:
-        console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
+        run.console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
 
 
 def check_saved(summary: dict[str, Any], advice: str) -> None:

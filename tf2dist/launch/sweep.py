@@ -95,11 +95,11 @@ def launch(
     try:
         with passing_on:
             hydra.multirun(name, run_job, overrides)
-        return next(iter(signals.received), None)
+        return signals.signum or None
     except TfDistError:
         raise
     except KeyboardInterrupt as stop:
-        number = stop.args[0] if stop.args else signals.received[0]
+        number = stop.args[0] if stop.args else signals.signum
     except Exception as error:  # of a launcher or a sweeper
         if not any(row.state == "failed" for row in read_rows(folder)):
             raise ConfigError(f"--multirun: {hydra_message(error)}") from error
@@ -203,11 +203,11 @@ def sweep_job(composed: DictConfig, draw: Draw) -> float | Failed | None:
             if not summary:
                 summary, code = train(config, place, console, started_at, signals, draw)
         except KeyboardInterrupt:
-            code = report(Interrupted(signals.received[0]))
+            code = report(Interrupted(signals.signum))
         except RequestError as error:
             code = report(error)
-    if signals.received:
+    if signals.signum:
         if is_here:
-            raise KeyboardInterrupt(signals.received[0])
-        _stopped_by.append(signals.received[0])
+            raise KeyboardInterrupt(signals.signum)
+        _stopped_by.append(signals.signum)
     return Failed(code) if code else summary.get("validation_accuracy")

@@ -55,16 +55,16 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
     prepare_folder(folder, runs)
     with locked(folder, OPTION):
         try:
-            with signals.deferred() as received:
-                outcomes = run_all(runs, folder, source.flags(), received, options.until, console)
-            if received:
+            with signals.deferred():
+                outcomes = run_all(runs, folder, source.flags(), signals, options.until, console)
+            if signals.signum:
                 raise KeyboardInterrupt
             headline, report = _report(options, arguments, outcomes, folder)
             # One by one the files are whole or not there; all together they are of one comparison.
             with signals.deferred():
                 _write(report, folder)
         except KeyboardInterrupt:
-            raise Interrupted(signals.received[0], f"; the same command with {OPTION}={folder} goes on") from None
+            raise Interrupted(signals.signum, f"; the same command with {OPTION}={folder} goes on") from None
     if headline:
         _say(f"{headline}\n{folder / REPORT}", console)
     if failed := [outcome for outcome in outcomes if outcome.state == "failed"]:

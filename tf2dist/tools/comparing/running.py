@@ -21,6 +21,7 @@ from tf2dist.errors import ConfigError, first_line
 from tf2dist.launch.console import Console, clock_text
 from tf2dist.launch.run_dir import finished_summary
 from tf2dist.launch.single_run import run_job
+from tf2dist.signals import StopRequest
 from tf2dist.tools.comparing.matrix import ContenderRun, Until
 
 OPTION = "compare_dir"
@@ -102,38 +103,38 @@ def _read_plan(folder: Path) -> dict[str, list[str]]:
 
 
 def run_all(
-    runs: list[ContenderRun], folder: Path, flags: list[str], received: list[int], until: Until, console: Console
+    runs: list[ContenderRun], folder: Path, flags: list[str], stop: StopRequest, until: Until, console: Console
 ) -> list[Outcome]:
     """Runs what is not done yet, until a signal comes; returns the outcome of each run in the order of `runs`.
 
     Args:
         flags: of the command line, such as --config-dir, which each run gets too.
-        received: the signals to this process.
+        stop: the request to this process.
     """
     done = [run for run in runs if finished_summary(folder / RUNS / run.folder)]
     with console:
         progress = ComparisonProgress(console, runs, done, until)
-        return [_run(run, folder, flags, received, progress) for run in runs]
+        return [_run(run, folder, flags, stop, progress) for run in runs]
 
 
 def _run(
-    run: ContenderRun, folder: Path, flags: list[str], received: list[int], progress: "ComparisonProgress"
+    run: ContenderRun, folder: Path, flags: list[str], stop: StopRequest, progress: "ComparisonProgress"
 ) -> Outcome:
     run_dir = folder / RUNS / run.folder
     if run in progress.done:
         progress.skip(run)
         return Outcome(run, "done", 0)
-    if received:
+    if stop.signum:
         return Outcome(run, "stopped", None)
     progress.begin(run, run_dir)
     try:
         _remove(run_dir)  # left of a comparison that was killed
         with os.fdopen(files.open_log(folder / LOGS / f"{run.folder}.log"), "ab") as log:
-            code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(run_dir))}"], received, log, progress.poll)
+            code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(run_dir))}"], stop, log, progress.poll)
     except OSError as error:
         progress.console.warn(f"{run_dir} cannot be written ({error.strerror}); make room, or name another directory")
         code = ConfigError.exit_code
-    if received and code:
+    if stop.signum and code:
         with contextlib.suppress(OSError):
             _remove(run_dir)  # it starts over
         return Outcome(run, "stopped", code)

@@ -176,14 +176,14 @@ def train(loop: Callable[[], Any], gang: Gang, scaling_config: Any, failure_conf
     errors: list[Exception] = []
     # In the main thread Ray Train would kill the tasks at Ctrl-C. This one is left behind if they do not stop in time.
     thread = threading.Thread(target=_fit, args=(trainer, errors), daemon=True)
-    with Signals() as signals, signals.deferred() as received:
+    with Signals() as stop, stop.deferred():
         thread.start()
-        while thread.is_alive() and not received:
+        while thread.is_alive() and not stop.signum:
             thread.join(POLL_SECS)
-        if received:
-            ending.give.remote(128 + received[0])
+        if stop.signum:
+            ending.give.remote(128 + stop.signum)
         deadline = time.monotonic() + stop_secs
-        while thread.is_alive() and len(received) < 2 and time.monotonic() < deadline:
+        while thread.is_alive() and not stop.is_urgent and time.monotonic() < deadline:
             thread.join(POLL_SECS)
     code: int | None = ray.get(ending.get.remote())
     return report(TaskLostError(str(errors[0]))) if code is None and errors else code or 0
