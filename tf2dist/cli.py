@@ -18,7 +18,7 @@ from tf2dist.config.compose import ERRORS, hydra_message, open_hydra, prepare_ov
 from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
 from tf2dist.errors import ConfigError, TfDistError
-from tf2dist.launch.single_run import rerun, run_command, start_run
+from tf2dist.launch.single_run import run_command, start_run
 from tf2dist.launch.sweep import run_sweep, sweep_job
 from tf2dist.launch.sweep_report import Failed
 from tf2dist.signals import Signals
@@ -40,8 +40,6 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
     args = parse(arguments)
     if args.help:
         show(help_text(shutil.get_terminal_size((120, 24)).columns))
-    elif args.experimental_rerun is not None:
-        rerun(args.experimental_rerun, started_at, signals, draw_training)
     else:
         source = source_of(args)
         with open_hydra(source) as hydra:

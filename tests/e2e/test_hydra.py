@@ -10,7 +10,6 @@ import pytest
 from tests.conftest import COMMAND, slowness
 
 RUN = ["data=digits", "model=softmax", "mode=sync", "cluster=local1", "train.steps=5"]
-PICKLE = "hydra.experimental.callbacks.PickleJobInfoCallback"
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +25,13 @@ def command(folder: Path, *arguments: str, code: int = 0) -> subprocess.Complete
     return completed
 
 
-def test_the_directory_under_hydras_name_and_a_rerun(tmp_path: Path) -> None:
+def test_the_directory_under_hydras_name(tmp_path: Path) -> None:
     command(
         tmp_path,
         *RUN,
         "~train.log_every_steps",
         "++seed=3",
         "hydra.run.dir=here",
-        f"+hydra.callbacks.p._target_={PICKLE}",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["here"], "one directory, and the working one stays"
     run_dir = tmp_path / "here"
@@ -41,10 +39,6 @@ def test_the_directory_under_hydras_name_and_a_rerun(tmp_path: Path) -> None:
     assert "- ++seed=3\n" in (run_dir / ".hydra" / "overrides.yaml").read_text()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["seed"], summary["global_step"]) == (3, 5)
-
-    (run_dir / "summary.json").unlink()
-    command(tmp_path, "--experimental-rerun", "here/.hydra/config.pickle")
-    assert json.loads((run_dir / "summary.json").read_text())["seed"] == 3
 
 
 def test_hydras_logging_is_silent_unless_it_is_chosen(tmp_path: Path) -> None:
@@ -57,7 +51,7 @@ def test_hydras_logging_is_silent_unless_it_is_chosen(tmp_path: Path) -> None:
 def test_hydras_own_help(tmp_path: Path) -> None:
     output = command(tmp_path, "--hydra-help")
     assert "hydra/launcher: basic" in output.stdout
-    assert "--experimental-rerun" in output.stdout
+    assert "--multirun" in output.stdout
     assert (output.stderr, list(tmp_path.iterdir())) == ("", [])
 
 

@@ -138,7 +138,7 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["-m", "seed=1,2", "hydra.sweep.subdir=x"], "hydra.sweep.subdir (x): is the same for two jobs"),
     (["-m", "seed=1,2", "hydra.sweep.subdir=${x}"], "hydra.sweep.subdir: cannot be filled in"),
     (["--config-path=x"], "--config-path (x): there is no such folder; name one with your .yaml files"),
-    (["--experimental-rerun=x"], "--experimental-rerun (x): cannot be read (File x does not exist!); name a config"),
+    (["--experimental-rerun=x"], "--experimental-rerun: is not supported; give the options in RUN_DIR/.hydra/"),
     (["--config-dir"], "--config-dir/-cd: expected one argument; see --help"),
     (["-cn", "--cfg", "job"], "--config-name/-cn: expected one argument"),
     (["--config-dir={files}/nowhere"], "nowhere): there is no such folder"),

@@ -34,6 +34,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         args = parser.parse_intermixed_args(arguments)
     except RecursionError:
         raise ConfigError(f"{arguments[0][:60]}: cannot be read; see --help") from None
+    if args.experimental_rerun is not None:  # it would train with the options that are given here
+        raise ConfigError("--experimental-rerun: is not supported; give the options in RUN_DIR/.hydra/overrides.yaml")
     if len(actions := actions_of(args)) > 1:
         raise ConfigError(f"{actions[1]}: cannot be combined with {actions[0]}; leave out one of them")
     for flag, value in (("--package", args.package), ("--resolve", args.resolve)):

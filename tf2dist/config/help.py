@@ -26,7 +26,6 @@ TAIL = """
                             --package, -p SECTION: only a part of it; --resolve: with values for ${...}
   --info, -i                print where it comes from; searchpath, defaults-tree, defaults, config or plugins: only that
   --shell-completion, -sc   install=bash, zsh or fish, as in eval "$(tf2dist -sc install=bash)"
-  --experimental-rerun FILE run a saved config.pickle again
   --hydra-help              print the settings of Hydra itself, such as hydra/launcher
   --help, -h                print this text
   --version                 print the version

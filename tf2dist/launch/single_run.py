@@ -18,10 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
-from hydra import main as hydra_main
 from hydra._internal.hydra import Hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
 from tf2dist.cluster.addresses import check_control_ports, check_not_public, exposure_warning
@@ -42,7 +39,7 @@ from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.host_run import Caller, HostRun
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
 from tf2dist.launch.supervisor import supervise
-from tf2dist.linux import child_environment, code_command, without_warnings
+from tf2dist.linux import child_environment, code_command
 from tf2dist.signals import Signals, StopRequest
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
@@ -261,41 +258,6 @@ def run_dir_of(composed: DictConfig, config: RunConfig) -> str | None:
             f"hydra.run.dir ({hydra_dir}): is not a valid name of a directory; leave it out for the default"
         )
     return hydra_dir
-
-
-def rerun(pickled: str, started_at: float, signals: Signals, draw: Draw) -> None:
-    """Runs what Hydra's callback `PickleJobInfoCallback` has saved of a run, in the same directory."""
-    with without_warnings(category=UserWarning):  # that other arguments are ignored
-        try:
-            composed, run_dir = unpickled(pickled)
-        except Exception as error:  # unpickling may raise anything
-            reason = hydra_message(error)
-            raise ConfigError(
-                f"--experimental-rerun ({pickled}): cannot be read ({reason}); name a config.pickle"
-            ) from None
-    config, place = checked(composed, os.environ)
-    config.run_dir = run_dir
-    console = Console()
-    prepare(config, place, console)
-    if code := train(config, place, console, started_at, signals, draw)[1]:
-        sys.exit(code)
-
-
-def unpickled(path: str) -> tuple[DictConfig, str]:
-    """The configuration and the directory of a run."""
-    runs = []
-
-    def take(composed: DictConfig) -> None:
-        runs.append((composed, str(HydraConfig.get().runtime.output_dir)))
-
-    setup_globals()  # Hydra's resolvers, which it does not make known here
-    argv = sys.argv
-    sys.argv = [argv[0], f"--experimental-rerun={path}"]  # where Hydra reads it
-    try:
-        hydra_main(version_base="1.3", config_path=None)(take)()
-    finally:
-        sys.argv = argv
-    return runs[0]
 
 
 def checked(composed: DictConfig, environ: Mapping[str, str]) -> tuple[RunConfig, Place]:
