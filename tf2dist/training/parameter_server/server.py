@@ -6,6 +6,7 @@ push and the next pull. Large variables are not packed (see `wire`). Marked as n
 node of the worker's graph however many operations it has, which halves the time of a step and divides that of tracing.
 """
 
+import abc
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,14 +83,14 @@ class PartSpec:
         return [*self.whole, *self.state]
 
 
-class ModelPart:
+class ModelPart(abc.ABC):
     """Variables of the model on one ps, with an optimizer of their own.
 
     Attributes:
-        pull_layout: of what `pull` returns.
-        pull: ``pull()``: all variables and the updates applied so far, without waiting.
-        exact_layout, pull_exactly: the same for evaluations: no value is rounded to a narrow type, and there are no
-            rows of tables.
+        pull_layout: of what a worker pulls.
+        exact_layout, pull_exactly: of what an evaluation pulls, without waiting: no value is rounded to a narrow type,
+            and there are no rows of tables.
+        stored: where the variables lie.
         groups: the optimizers that train something here, with what they train.
         trainable, tables, whole, state, variables: see `PartSpec`.
         loss_scale: by which the worker multiplies the loss, and divides the gradients again.
@@ -98,7 +99,8 @@ class ModelPart:
 
     pull_layout: PullLayout
     exact_layout: PullLayout
-    pull: Callable[[], Parcel]
+    stored: Sequence[Storage]
+    _stored_layout: PullLayout
     pull_exactly: Callable[[], Parcel]
 
     def __init__(self, spec: PartSpec) -> None:
@@ -124,6 +126,24 @@ class ModelPart:
         if spec.tables:
             self._read_rows = self.on_device(self._pack_rows, *self._exact_rows.request_types)
 
+    @abc.abstractmethod
+    def _applied(self) -> PackedCount:
+        """In a graph of the ps: the updates applied so far."""
+
+    def _made_by(self) -> list[tf.Tensor]:
+        """In a graph of the ps: which workers made the last update, if that is told; see `PullLayout`."""
+        return []
+
+    def _pull(self, *request: tf.Tensor) -> Parcel:
+        """All variables, and the updates applied so far, as they travel; of tables the rows of the request."""
+        return self._stored_layout.pack(*self._read_values(*request))
+
+    def _read_values(self, *request: tf.Tensor) -> tuple[Any, ...]:
+        """What `PullLayout.pack` takes."""
+        applied = self._applied()
+        with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
+            return [storage.read() for storage in self.stored], applied, self.rows_of(*request), *self._made_by()
+
     def rows_exactly(self, request: Request) -> list[tf.Tensor]:
         """On a worker: the rows of each table that it asks for, in their own type."""
         return self._exact_rows.unpack(self._read_rows(*request), request) if request else []
@@ -141,11 +161,13 @@ class ParameterServer(ModelPart):
     """Variables, optimizer and counters of one ps; it can be pulled from and pushed to after `trace_functions`.
 
     Attributes:
-        pull_layout: of what `pull` and `exchange` return.
+        pull: ``pull(*request)``: all variables and the updates applied so far, in the layout `pull_layout`.
         push: ``push(pushed, indices, limit)``: applies one update; see `_admit`.
         num_sums: how many of the sums of a step it counts.
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
     """
+
+    pull: Callable[..., Parcel]
 
     def __init__(self, spec: PartSpec, algorithm: Algorithm) -> None:
         super().__init__(spec)
@@ -242,18 +264,12 @@ class ParameterServer(ModelPart):
         with tf.init_scope():
             return self.on_device(self._exchange, *self._signature)
 
-    def _pull(self, *request: tf.Tensor) -> Parcel:
-        """All variables, and the updates applied so far, as they travel; of tables the rows of the request."""
-        return self._stored_layout.pack(*self._read(*request))
-
     def _pull_exactly(self) -> Parcel:
         """All variables in their own types."""
-        return PullLayout(self.stored).pack(*self._read())
+        return PullLayout(self.stored).pack(*self._read_values())
 
-    def _read(self, *request: tf.Tensor) -> tuple[list[tf.Tensor], PackedCount, list[tf.Tensor]]:
-        applied = PackedCount.of(self.counters.applied())
-        with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
-            return [storage.read() for storage in self.stored], applied, self.rows_of(*request)
+    def _applied(self) -> PackedCount:
+        return PackedCount.of(self.counters.applied())
 
     def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """See `_admit`. Returns what is counted of the worker then."""

@@ -17,6 +17,7 @@ from tf2dist.model.tables import apply_rows
 from tf2dist.training.parameter_server.gate import Gate
 from tf2dist.training.parameter_server.rows import KeptRows
 from tf2dist.training.parameter_server.server import ModelPart, PartSpec
+from tf2dist.training.parameter_server.storage import Storage
 from tf2dist.training.parameter_server.sync_replicas_counters import GradientCounters, GradientCounts
 from tf2dist.training.parameter_server.wire import GradientLayout, PackedCount, Parcel, Pulled, PullLayout, RowGradient
 
@@ -46,21 +47,13 @@ class AggregatingServer(ModelPart):
             self._lock = tf.CriticalSection()
             tables = zip(self.tables, num_lookups, strict=True)
             self._kept_rows = [KeptRows(table, num_places, number) for table, number in tables]
+        self.stored, self._stored_layout = [Storage([one], one) for one in self.variables], self.pull_layout
         self.pull_exactly = self.on_device(self._pull)
 
-    def _pull(self, *request: tf.Tensor) -> Parcel:
-        """All variables, without waiting; of tables the rows of the request."""
-        step = self.step.read_value()
-        # First the step: the values contain at least what it counts. A gradient at values that contain a part of the
-        # next step, too, is dropped, since that step is over before it is pushed.
-        with tf.control_dependencies([step]):
-            values = [variable.value.read_value() for variable in self.variables]
-            count = PackedCount.of(tf.cast(step, tf.float64))
-            return self.pull_layout.pack(values, count, self.rows_of(*request), *self._made_by())
-
-    def _made_by(self) -> list[tf.Tensor]:
-        """Which workers made the last step, from the ps that decides it."""
-        return []
+    def _applied(self) -> PackedCount:
+        # A gradient at values that contain a part of the next step, too, is dropped, since that step is over before it
+        # is pushed.
+        return PackedCount.of(tf.cast(self.step.read_value(), tf.float64))
 
     def _apply(self, changes: list[tf.Tensor], rows: list[RowGradient]) -> list[tf.Operation]:
         """In a graph: applies the mean changes of all variables; returns the operations that do it."""
@@ -182,34 +175,37 @@ class DecidingServer(AggregatingServer):
         tf.cond(is_open, _branch(take_or_drop), _branch(tf.no_op))
 
     def _take(self, gradient: Parcel, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
+        """Takes a gradient, of which the K-th makes the step."""
         count = self._counters.take(worker, step, self.quota)
+        complete = _branch(lambda: self._complete(gradient, rows, step))
+        tf.cond(count == self._replicas, complete, _branch(lambda: self._keep(gradient, rows, count)))
 
-        def keep() -> None:
-            # The first one replaces the sum of the step before, which saves to set that to zero.
-            pairs = list(zip(self._total, gradient, strict=True))
+    def _keep(self, gradient: Parcel, rows: list[RowGradient], count: tf.Tensor) -> None:
+        """Keeps a gradient for the step, as number `count` of it."""
+        pairs = list(zip(self._total, gradient, strict=True))
 
-            def add() -> None:
-                for total, one in pairs:
-                    total.assign_add(one)
+        def add() -> None:
+            for total, one in pairs:
+                total.assign_add(one)
 
-            def set_to() -> None:
-                for total, one in pairs:
-                    total.assign(one)
+        def set_to() -> None:
+            for total, one in pairs:
+                total.assign(one)
 
-            tf.cond(count == 1, _branch(set_to), _branch(add))
-            for kept, own in zip(self._kept_rows, rows, strict=True):
-                kept.keep(count - 1, *own)
+        # The first one replaces the sum of the step before, which saves to set that to zero.
+        tf.cond(count == 1, _branch(set_to), _branch(add))
+        for kept, own in zip(self._kept_rows, rows, strict=True):
+            kept.keep(count - 1, *own)
 
-        def complete() -> None:
-            if self._replicas == 1:
-                self._make_step(gradient, rows, step)
-                return
-            sums = [total.read_value() + one for total, one in zip(self._total, gradient, strict=True)]
-            before = tf.range(self._replicas) < self._replicas - 1
-            rows_of_all = [kept.sum_of(before, own) for kept, own in zip(self._kept_rows, rows, strict=True)]
-            self._make_step(sums, rows_of_all, step)
-
-        tf.cond(count == self._replicas, _branch(complete), _branch(keep))
+    def _complete(self, gradient: Parcel, rows: list[RowGradient], step: tf.Tensor) -> None:
+        """Makes the step of the last gradient and of those that were kept."""
+        if self._replicas == 1:
+            self._make_step(gradient, rows, step)
+            return
+        sums = [total.read_value() + one for total, one in zip(self._total, gradient, strict=True)]
+        before = tf.range(self._replicas) < self._replicas - 1
+        rows_of_all = [kept.sum_of(before, own) for kept, own in zip(self._kept_rows, rows, strict=True)]
+        self._make_step(sums, rows_of_all, step)
 
     def _make_step(self, total: Parcel, rows: list[RowGradient], step: tf.Tensor) -> None:
         """Applies the mean of the gradients whose sums are `total` and `rows`, and moves on."""
