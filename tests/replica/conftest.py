@@ -72,7 +72,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
         sizes = {"chief": 1, "ps": num_ps, "worker": num_workers}
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (coordinator_address(num_workers, num_ps),)
-        part = replace(cluster.cluster, mode=mode, jobs=jobs)
+        part, config.mode = replace(cluster.cluster, mode=mode, jobs=jobs), mode
         source = source or RegisteredSource(config)
         loops.append(build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
         return loops[-1]

@@ -54,7 +54,7 @@ def _check_leaving(config: RunConfig, cluster: Cluster) -> None:
     if config.mode != "sync_replicas" or config.task.on_term != "leave":
         return
     num_workers = cluster.num_workers
-    replicas = config.sync_replicas.replicas_to_aggregate or num_workers
+    replicas = config.batches_per_update(num_workers)
     if replicas >= num_workers:
         raise ConfigError(
             f"task.on_term (leave): each step takes {replicas} gradients of {num_workers} workers, so it would wait "

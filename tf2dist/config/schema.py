@@ -464,6 +464,11 @@ class RunConfig:
         # Shorter than `watchdog_secs`, so that a silent task is found before the tasks that wait for it give up.
         return 0.6 * self.watchdog_secs
 
+    def batches_per_update(self, num_workers: int) -> int:
+        """How many batches, and so gradients, make an update of the model."""
+        aggregated = self.sync_replicas.replicas_to_aggregate or num_workers
+        return {"async": 1, "sync": num_workers, "sync_replicas": aggregated}[self.mode]
+
     def as_tree(self) -> dict[str, Any]:
         """All options as a tree, in the form of files and the command line."""
         tree = asdict(self)

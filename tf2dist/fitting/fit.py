@@ -147,7 +147,7 @@ def fit(
         splits = Splits(train, validation, num_classes=None)
         # Only now: without a batch size it depends on the number of examples that the validation set leaves.
         config.train.batch_size_per_worker = inputs.batch_size_of(
-            batch_size, len(train), steps_per_epoch, request.batches_of_a_step(config, num_workers)
+            batch_size, len(train), steps_per_epoch, config.batches_per_update(num_workers)
         )
     else:
         array_arguments = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}

@@ -30,7 +30,7 @@ from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.mirror import Mirror
-from tf2dist.fitting.request import Model, batches_of_a_step, check_share, name_of, set_model_options
+from tf2dist.fitting.request import Model, check_share, name_of, set_model_options
 from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.single_run import check_place, check_size, run_in_folder
@@ -131,7 +131,7 @@ class Run:
             return self._execute()
 
     def _execute(self) -> Result:
-        batches = batches_of_a_step(self.config, self.num_workers)
+        batches = self.config.batches_per_update(self.num_workers)
         batch_size = None if self.splits.stream else self.config.train.batch_size_per_worker
         self.console.note(step_line(self.config.mode, batches, batch_size))
         # Without streams only: how many examples those have is not known here.

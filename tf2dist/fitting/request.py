@@ -210,12 +210,6 @@ def steps_of(stream: Stream, config: RunConfig) -> int | None:
     return None
 
 
-def batches_of_a_step(config: RunConfig, num_workers: int) -> int:
-    """How many batches the cluster takes in one step."""
-    aggregated = config.sync_replicas.replicas_to_aggregate or num_workers
-    return {"async": 1, "sync": num_workers, "sync_replicas": aggregated}[config.mode]
-
-
 def configuration(
     mode: str, cluster: Local | None, run_dir: Any, seed: int, overrides: list[str]
 ) -> tuple[RunConfig, Place]:

@@ -385,7 +385,7 @@ def sharding_of(
     """
     shuffle = plan is None or plan.shuffle
     if mode == "sync_replicas":
-        replicas = config.sync_replicas.replicas_to_aggregate or num_shards
+        replicas = config.batches_per_update(num_shards)
         return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
     is_sync = mode == "sync"
     if splits.stream:

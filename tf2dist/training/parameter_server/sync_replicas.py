@@ -196,7 +196,7 @@ class SyncReplicasRule(UpdateRule):
     ways_on_several_ps = (support.SEVERAL_PS, support.SYNC_REPLICAS_ON_SEVERAL_PS)
 
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
-        self.replicas = config.sync_replicas.replicas_to_aggregate or cluster.num_workers
+        self.replicas = config.batches_per_update(cluster.num_workers)
 
     def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
         support.check_step(support.SYNC_REPLICAS, name, step)
