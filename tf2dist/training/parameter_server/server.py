@@ -134,8 +134,8 @@ class ModelPart(abc.ABC):
         """In a graph of the ps: which workers made the last update, if that is told; see `PullLayout`."""
         return []
 
-    def _pull(self, *request: tf.Tensor) -> Parcel:
-        """All variables, and the updates applied so far, as they travel; of tables the rows of the request."""
+    def pulled(self, *request: tf.Tensor) -> Parcel:
+        """In a graph of the ps: all variables and the updates applied so far; of tables the rows of the request."""
         return self._stored_layout.pack(*self._read_values(*request))
 
     def _read_values(self, *request: tf.Tensor) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ class ParameterServer(ModelPart):
         self._signature = self._push_layout.specs, tf.TensorSpec([added, 1], tf.int64), tf.TensorSpec([], tf.int64)
         self.push = self.on_device(self._push, *self._signature)
         self._stored_layout = PullLayout(self.stored, self.tables, narrow=self._narrow)
-        self.pull = self.on_device(self._pull, *self.pull_layout.rows.request_types)
+        self.pull = self.on_device(self.pulled, *self.pull_layout.rows.request_types)
         is_other = self._narrow or self.tables
         self.pull_exactly = self.on_device(self._pull_exactly) if is_other else self.pull
 
@@ -278,7 +278,7 @@ class ParameterServer(ModelPart):
 
     def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
         self._admit(pushed, indices, limit)
-        return self._pull(*self._push_layout.next_request(pushed))
+        return self.pulled(*self._push_layout.next_request(pushed))
 
     def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.

@@ -48,7 +48,7 @@ class AggregatingServer(ModelPart):
             tables = zip(self.tables, num_lookups, strict=True)
             self._kept_rows = [KeptRows(table, num_places, number) for table, number in tables]
         self.stored, self._stored_layout = [Storage([one], one) for one in self.variables], self.pull_layout
-        self.pull_exactly = self.on_device(self._pull)
+        self.pull_exactly = self.on_device(self.pulled)
 
     def _applied(self) -> PackedCount:
         # A gradient at values that contain a part of the next step, too, is dropped, since that step is over before it
@@ -131,14 +131,14 @@ class DecidingServer(AggregatingServer):
         with tf.control_dependencies([self._counters.begin_call()]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
-            return self._pull(*request)
+            return self.pulled(*request)
 
     def _exchange(self, pushed: Parcel, worker: tf.Tensor, *request: tf.Tensor) -> Parcel:
         """A push and, in the next step, a pull."""
         with tf.control_dependencies([self._admit(pushed, worker)]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
-            return self._pull(*request)
+            return self.pulled(*request)
 
     def _wait(self, worker: tf.Tensor) -> tf.Tensor:
         """Waits while the worker has given its share to the step, until that is over or the training pauses."""
@@ -286,7 +286,7 @@ class FollowingServer(AggregatingServer):
             tf.cond(self.step.read_value() < step, make_step, _branch(tf.no_op))
 
         with tf.control_dependencies([alone(self._lock, catch_up)]):
-            return self._pull(*request)
+            return self.pulled(*request)
 
     def _make_step(self, made_by: tf.Tensor) -> None:
         given = [tf.boolean_mask(gradients.read_value(), made_by > 0) for gradients in self._gradients]
