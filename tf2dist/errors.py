@@ -198,6 +198,13 @@ def first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
+def brief_reason(error: BaseException) -> str:
+    """The words of the system for an error of a file, without its path and number; for others the first line."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text"
+    return getattr(error, "strerror", None) or first_line(str(error)) or type(error).__name__
+
+
 def reason_of(error: BaseException) -> str:
     """The text of an exception of the user's code, of Keras or of TensorFlow, on one line; its class if there is none.
 

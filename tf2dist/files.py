@@ -8,11 +8,40 @@ import math
 import os
 import stat
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, TfDistError, brief_reason
 from tf2dist.tf_constants import KERAS_HOME
+
+
+@contextlib.contextmanager
+def raising(
+    problem: str, way_out: str = "", kind: type[TfDistError] = ConfigError, also: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raises an error by name in the place of an OSError: "PROBLEM (REASON); WAY OUT".
+
+    Args:
+        also: errors of other types that mean the same.
+    """
+    others: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except TfDistError:
+        raise
+    except others as error:
+        more = f"; {way_out}" if way_out else ""
+        raise kind(f"{problem} ({brief_reason(error)}){more}") from None
+
+
+@contextlib.contextmanager
+def warning(warn: Callable[[str], None], problem: str, consequence: str) -> Iterator[None]:
+    """Warns in the place of an OSError, and goes on after the block: "PROBLEM (REASON); CONSEQUENCE"."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"{problem} ({brief_reason(error)}); {consequence}")
 
 
 def open_to_read(path: Path) -> io.BufferedReader:

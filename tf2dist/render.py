@@ -203,12 +203,11 @@ def values(own: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def write(text: str, path: str) -> None:
-    try:
-        with Path(path).expanduser().open("x", encoding="utf-8") as file:
-            file.write(text)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"--out ({path}): cannot be written ({reason}); name a new file") from None
+    with (
+        files.raising(f"--out ({path}): cannot be written", "name a new file", also=(ValueError,)),
+        Path(path).expanduser().open("x", encoding="utf-8") as file,
+    ):
+        file.write(text)
 
 
 def submit(text: str, engine: Engine) -> int:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot, flush, folder_name, read, verify, write
-from tf2dist.errors import CheckpointError
+from tf2dist.errors import CheckpointError, brief_reason
+from tf2dist.files import raising
 from tf2dist.messages import Saved, ToLauncher
 
 TEMPORARY = ".part-"
@@ -149,10 +150,8 @@ class Checkpoints:
             CheckpointError: all checkpoints are damaged. Starting over would look like success, and lose the run.
         """
         damaged = []
-        try:
+        with raising(f"{self.folder}: cannot be read", "name another run_dir", CheckpointError):
             paths = self.paths()
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be read ({error.strerror}); name another run_dir") from None
         for path in reversed(paths):
             # Read again even if it was whole before: another process may have changed it since.
             self._verified[path] = False
@@ -295,5 +294,4 @@ class Saver(NoSaver):
     def _failed(self, what: str, error: OSError) -> None:
         # Such as a full disk, which may have room again later: no reason to stop a training.
         self._due_at = self._clock() + min(self._every_secs, RETRY_SECS)
-        reason = error.strerror or error
-        self._to_launcher.warn(f"{what} could not be saved ({reason}); what was saved before stays")
+        self._to_launcher.warn(f"{what} could not be saved ({brief_reason(error)}); what was saved before stays")

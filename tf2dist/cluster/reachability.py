@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tf2dist.cluster.addresses import Ip, ips_of, port_holder, resolve_own, split
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import ClusterError, TaskLostError
+from tf2dist.errors import ClusterError, TaskLostError, brief_reason
 
 LINE_EVERY_SECS = 5.0
 
@@ -211,7 +211,7 @@ def why_unreachable(address: str) -> str:
     except TimeoutError:
         return "no answer"
     except OSError as error:
-        return error.strerror or str(error)
+        return brief_reason(error)
     return ""
 
 

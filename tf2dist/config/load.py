@@ -26,6 +26,7 @@ from tf2dist.config.option import rules_of
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, first_line, from_tree
 from tf2dist.errors import ConfigError
+from tf2dist.files import raising
 from tf2dist.tf_constants import KERAS_DEFAULTS, KERAS_HOME
 
 DEFAULTS = KerasConfig(**KERAS_DEFAULTS)
@@ -80,13 +81,10 @@ def from_file() -> dict[str, Any]:
     if not stat.S_ISREG(mode):
         raise ConfigError(f"keras.json ({path()}): is not a regular file; remove it, or set KERAS_HOME")
     try:
-        with open(path(), encoding="utf-8") as file:
-            values = json.load(file)
+        with raising(f"keras.json ({path()}): cannot be read", "repair it, or set KERAS_HOME", also=(RecursionError,)):
+            values = json.loads(Path(path()).read_text(encoding="utf-8"))
     except ValueError:
         return {}
-    except (OSError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"keras.json ({path()}): cannot be read ({reason}); repair it, or set KERAS_HOME") from None
     if not isinstance(values, dict):
         raise ConfigError(f"keras.json ({path()}): is not a JSON object; remove it, or set KERAS_HOME")
     # Keras asserts these types when it is imported, and a failed assertion names no file.

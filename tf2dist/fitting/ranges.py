@@ -24,7 +24,8 @@ import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import ConfigError, TrainingError, first_line
+from tf2dist.errors import ConfigError, TrainingError
+from tf2dist.files import raising
 from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.launch.run_dir import RANGES
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher
@@ -108,10 +109,8 @@ class Ranges:
             ConfigError: the outputs of two ranges differ in their shapes.
         """
         if not self.joined.is_dir():
-            try:
+            with raising(f"{self.joined}: cannot be written", "make room", TrainingError):
                 self._write_joined()
-            except OSError as error:
-                raise TrainingError(f"{self.joined}: cannot be written ({error.strerror}); make room") from None
         shutil.rmtree(self.run_dir / RANGES, ignore_errors=True)
         files = sorted(self.joined.iterdir(), key=lambda path: int(path.stem))
         return [np.load(file, mmap_mode="c", allow_pickle=False) for file in files]
@@ -140,13 +139,16 @@ class Ranges:
 
     def _read(self, number: int) -> list[np.ndarray]:
         path = self.path(number)
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                return [file[name] for name in file.files]
-        except (OSError, ValueError, BadZipFile) as error:
-            raise TrainingError(
-                f"{path}: cannot be read ({first_line(str(error))}); remove it, and the same call predicts it again"
-            ) from None
+        with (
+            raising(
+                f"{path}: cannot be read",
+                "remove it, and the same call predicts it again",
+                TrainingError,
+                (ValueError, BadZipFile),
+            ),
+            np.load(path, allow_pickle=False) as file,
+        ):
+            return [file[name] for name in file.files]
 
 
 class Watch(keras.callbacks.Callback):

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from tf2dist.errors import TfDistError, TrainingError, first_line
+from tf2dist.errors import TfDistError, TrainingError
+from tf2dist.files import raising
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
 from tf2dist.launch.host_run import CallerMessage, Send
@@ -196,22 +197,16 @@ class FitSession(Generic[T]):
             self._request_pause()
 
     def _read(self, path: str) -> NamedArrays:
-        try:
+        with raising(f"{path}: the leader's variables cannot be read", kind=TrainingError, also=(ValueError,)):
             return take_arrays(path) if path else {}
-        except (OSError, ValueError) as error:
-            raise TrainingError(f"{path}: the leader's variables cannot be read ({first_line(str(error))})") from None
 
     def _packed(self, number: int, change: Change) -> HookAnswer:
         # Arrays go by file, since a packet to a task holds 128 KiB. The leader removes the files when it has read them.
-        try:
+        with raising(f"{self.job}: the answer of the callbacks cannot be written", "make room", TrainingError):
             files = [
                 write_arrays(self.job / f"answer-{number}-{name}.npz", arrays) if arrays else ""
                 for name, arrays in (("arrays", change.arrays), ("state", change.state))
             ]
-        except OSError as error:
-            raise TrainingError(
-                f"{self.job}: the answer of the callbacks cannot be written ({error.strerror}); make room"
-            ) from None
         return HookAnswer(number, change.stop, change.learning_rates, *files)
 
     def _on_progress(self, progress: ProgressMessage, callbacks: Callbacks) -> None:

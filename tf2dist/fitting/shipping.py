@@ -33,7 +33,7 @@ from tf2dist.data.arrays import Arrays, Layout
 from tf2dist.data.splits import Splits, streamed
 from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
-from tf2dist.files import write_whole
+from tf2dist.files import raising, write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.linux import without_warnings
 from tf2dist.model.own_step import has_own_step, optimizers_of
@@ -78,7 +78,11 @@ def ship(
         TrainingError: the files cannot be written.
     """
     copy = None
-    try:
+    with raising(
+        f"{folder}: the data cannot be written for the tasks",
+        "make room there, or set TMPDIR to another folder",
+        TrainingError,
+    ):
         if isinstance(model, keras.Model):
             with tables.in_use() if tables else contextlib.nullcontext():
                 copy, sent = _ship_model(folder, model, trains=bool(plan)), {"keras": MODEL}
@@ -97,11 +101,6 @@ def ship(
         }
         # Last of all, so a job that can be read is whole.
         write_whole(folder / JOB, json.dumps(stored))
-    except OSError as error:
-        raise TrainingError(
-            f"{folder}: the data cannot be written for the tasks ({error.strerror or error}); make room there, or set "
-            "TMPDIR to another folder"
-        ) from None
     return copy
 
 
@@ -260,10 +259,8 @@ class ShippedSource:
         self._folder = folder
         # Before anything is read: some of the files are unpickled, which runs whatever is in them.
         check_private(folder)
-        try:
+        with _reading_job(folder):
             self._job = json.loads((folder / JOB).read_bytes())
-        except (OSError, ValueError) as error:
-            raise _unreadable(folder, error) from None
         self.name: str = self._job["name"]
         plan = self._job["plan"]
         if plan and isinstance(freq := plan["validation_freq"], list):  # JSON has no tuples
@@ -276,10 +273,8 @@ class ShippedSource:
         Raises:
             DataError: the function that makes a stream has failed.
         """
-        try:
+        with _reading_job(self._folder):
             train, validation = (self._arrays(split) for split in ("train", "validation"))
-        except (OSError, ValueError, EOFError) as error:
-            raise _unreadable(self._folder, error) from None
         stream, validation_stream = self._stream("stream"), self._stream("validation_stream")
         if stream:
             return streamed(stream, validation, validation_stream)
@@ -311,8 +306,8 @@ class ShippedSource:
         return call_builder(function, self.name, splits.layout) if self.plan else function()
 
 
-def _unreadable(folder: Path, error: Exception) -> TrainingError:
-    return TrainingError(f"{folder}: the job cannot be read ({reason_of(error)})")
+def _reading_job(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return raising(f"{folder}: the job cannot be read", kind=TrainingError, also=(ValueError, EOFError))
 
 
 def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> keras.Model:

@@ -37,6 +37,7 @@ import time
 from typing import Any, Protocol
 
 from tf2dist.cluster.addresses import resolve
+from tf2dist.errors import brief_reason
 from tf2dist.hosts.messages import Call, Wire
 from tf2dist.messages import MessageError, pack, unpack
 
@@ -354,7 +355,7 @@ def reason(error: Exception) -> str:
         return "connection refused"
     if isinstance(error, TimeoutError):
         return "no answer"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return brief_reason(error)
 
 
 class Dialer:

@@ -17,8 +17,8 @@ from tf2dist import __version__
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.data import location
-from tf2dist.errors import ClusterError, ConfigError
-from tf2dist.files import open_to_read
+from tf2dist.errors import ClusterError
+from tf2dist.files import open_to_read, raising
 from tf2dist.hosts.messages import Difference, Identity, Jobs
 from tf2dist.linux import SECRETS
 from tf2dist.tf_constants import installed_version
@@ -80,10 +80,8 @@ def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _sha256(path: str) -> str:
-    try:
+    with raising(f"plugins ({path}): cannot be read", "make it readable"):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"plugins ({path}): cannot be read: {error.strerror}") from None
 
 
 def _data(config: RunConfig) -> dict[str, int]:
@@ -187,11 +185,9 @@ def _token(environ: Mapping[str, str]) -> str | None:
 def _read(path: str) -> str:
     name = f"{FILE_VARIABLE} ({path})"
     try:
-        with open_to_read(Path(path)) as file:
+        with raising(f"{name}: cannot be read", "make it readable", ClusterError), open_to_read(Path(path)) as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().decode().strip()  # editors and openssl end the file with a newline
-    except OSError as error:
-        raise ClusterError(f"{name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ClusterError(f"{name}: is not text; make one with: openssl rand -hex 32") from None
     if mode & (stat.S_IROTH | stat.S_IWOTH):

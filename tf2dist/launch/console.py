@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TextIO, cast
 
-from tf2dist.errors import printable
+from tf2dist.errors import brief_reason, printable
 from tf2dist.messages import ProgressMessage, metrics_text
 
 CHUNK_BYTES = 4096  # a pipe that is ready accepts this many without blocking
@@ -295,6 +295,16 @@ def print_lines(text: str, stream: TextIO) -> None:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python tries again when it exits
         raise
+
+
+def print_result(text: str, console: Console, name: str, elsewhere: str = "") -> None:
+    """Prints what a command has found, which is no trouble if the reader has left, and a warning on a full disk."""
+    try:
+        print_lines(text, sys.stdout)
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        console.warn(f"{name} could not be printed ({brief_reason(error)}){elsewhere}")
 
 
 def progress_parts(step: int, target_step: int, loss: float, steps_per_sec: float | None) -> list[str]:

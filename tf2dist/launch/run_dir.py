@@ -33,7 +33,7 @@ def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
         ConfigError: it cannot be created or used.
     """
     name = config.run_dir or "outputs"
-    try:
+    with files.raising(f"run_dir ({name}): cannot be written", "name another directory", also=(ValueError,)):
         run_dir = Path(name).expanduser().absolute()
         if not is_path(str(run_dir)):
             raise ConfigError(f"run_dir ({run_dir}): is not valid UTF-8; name another directory")
@@ -47,9 +47,6 @@ def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         # If nothing can be written here, the user should learn it now and not at the first checkpoint.
         tempfile.TemporaryFile(dir=run_dir / "logs").close()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"run_dir ({name}): cannot be written ({reason}); name another directory") from None
     return run_dir
 
 
@@ -102,13 +99,10 @@ def open_log(log_dir: Path, name: str) -> int:
     Raises:
         ConfigError: it cannot be written.
     """
-    try:
+    with files.raising(
+        f"run_dir ({log_dir.parent}): logs/{name}.log cannot be written", "make room, or name another directory"
+    ):
         return files.open_log(log_path(log_dir, name))
-    except OSError as error:
-        raise ConfigError(
-            f"run_dir ({log_dir.parent}): logs/{name}.log cannot be written ({error.strerror}); make room, or name "
-            "another directory"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -146,12 +140,8 @@ def locked(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
         ConfigError: another run has locked it, or its lock file cannot be opened.
     """
     with contextlib.ExitStack() as stack:
-        try:
+        with files.raising(f"{option} ({run_dir}): .lock in it cannot be opened", "name another directory"):
             lock = stack.enter_context(open(run_dir / ".lock", "a", encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"{option} ({run_dir}): .lock in it cannot be opened ({error.strerror}); name another directory"
-            ) from None
         # The kernel releases this lock however the process ends; a file that merely exists would outlive a kill.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

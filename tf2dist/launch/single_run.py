@@ -34,7 +34,14 @@ from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
 from tf2dist.files import is_path, settle_home
 from tf2dist.hosts.identity import job_key
-from tf2dist.launch.console import DRAIN_SECS, Console, Unblocked, prepare_streams, print_lines, result_lines
+from tf2dist.launch.console import (
+    DRAIN_SECS,
+    Console,
+    Unblocked,
+    prepare_streams,
+    print_result,
+    result_lines,
+)
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.host_run import Caller, HostRun
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
@@ -301,7 +308,8 @@ def train(
     try:
         run_dir, summary = run_in_folder(config, place, console, started_at, signals)
         if summary:
-            show_result(summary, run_dir, console)
+            lines = result_lines(summary, str(run_dir))
+            print_result(lines, console, "the result", f"; it is in {run_dir}/summary.json")
     except TfDistError as error:
         code = report(error)
         if isinstance(error, RequestError):  # nothing was trained
@@ -309,15 +317,6 @@ def train(
     with contextlib.suppress(KeyboardInterrupt):
         draw(config, place, console)
     return summary, code
-
-
-def show_result(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
-    try:
-        print_lines(result_lines(summary, str(run_dir)), sys.stdout)
-    except BrokenPipeError:
-        pass  # the reader has left; the run has ended well all the same
-    except OSError as error:
-        console.warn(f"the result could not be printed ({error.strerror}); it is in {run_dir}/summary.json")
 
 
 JOB_POLL_SECS = 0.1

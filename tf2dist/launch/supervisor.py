@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import Interrupted, Left, TrainingError
-from tf2dist.files import as_json, write_whole
+from tf2dist.errors import Interrupted, Left, TrainingError, brief_reason
+from tf2dist.files import as_json, warning, write_whole
 from tf2dist.hosts.identity import identity_of, job_key
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.console import last_evaluation
@@ -153,12 +153,10 @@ def note_begin(run: HostRun, lock: Lock | None) -> None:
     """
     if lock:
         lock.check()
-    try:
+    with warning(run.console.warn, "config.yaml could not be written", "the training goes on"):
         for name in ("summary.json", "training.png"):
             (run.run_dir / name).unlink(missing_ok=True)
         write_whole(run.run_dir / "config.yaml", run.config.to_yaml())
-    except OSError as error:
-        run.console.warn(f"config.yaml could not be written ({error.strerror}); the training goes on")
 
 
 def check_saved(summary: dict[str, Any], advice: str) -> None:
@@ -183,6 +181,5 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
             lock.check()
         write_whole(run_dir / "summary.json", text + "\n")
     except (OSError, TrainingError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        message = f"{run_dir / 'summary.json'}: could not be written ({reason}); its content would be"
+        message = f"{run_dir / 'summary.json'}: could not be written ({brief_reason(error)}); its content would be"
         raise TrainingError(f"{message}\n{as_json(summary)}") from None

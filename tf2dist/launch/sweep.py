@@ -128,7 +128,7 @@ def sweep_dir(folder: Path, jobs: list[Job]) -> Iterator[None]:
     for job in jobs:
         check_same(folder / job.folder, job.config, f"{OPTION} ({folder}): {job.folder} in it", False)
     with contextlib.ExitStack() as stack:
-        try:
+        with files.raising(f"{OPTION} ({folder}): cannot be written", "name another directory"):
             if (folder / "config.yaml").exists():
                 raise ConfigError(f"{OPTION} ({folder}): is the directory of one run; name another directory")
             files.make_private(folder)
@@ -138,10 +138,6 @@ def sweep_dir(folder: Path, jobs: list[Job]) -> Iterator[None]:
                 path.unlink()
             for job in jobs:
                 Row(job.number, job.folder, job.varying).write(folder)
-        except OSError as error:
-            raise ConfigError(
-                f"{OPTION} ({folder}): cannot be written ({error.strerror}); name another directory"
-            ) from None
         yield
 
 

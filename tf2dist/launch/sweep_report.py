@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from tf2dist import files
 from tf2dist.config.compose import overrides_of
 from tf2dist.config.sweeps import plain
-from tf2dist.launch.console import Console, print_lines, rate_text
+from tf2dist.launch.console import Console, print_result, rate_text
 from tf2dist.launch.run_dir import finished_summary
 
 RECORDS = ".jobs"  # in the folder of the sweep
@@ -128,12 +128,8 @@ class SweepReport(Callback):
         if not rows:
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        try:
-            print_lines(f"{as_table(rows, width)}\n{sweep_dir}", sys.stdout)
-        except BrokenPipeError:
-            pass  # the reader has left; the exit code still says how the jobs went
-        except OSError as error:
-            Console().warn(f"the table could not be printed ({error.strerror}); it is in {sweep_dir}/sweep.csv")
+        text = f"{as_table(rows, width)}\n{sweep_dir}"
+        print_result(text, Console(), "the table", f"; it is in {sweep_dir}/sweep.csv")
 
     def _row(self, config: DictConfig) -> tuple[Path, Row]:
         sweep_dir = Path(config.hydra.sweep.dir).absolute()
@@ -144,10 +140,8 @@ class SweepReport(Callback):
 
 def write_csv(sweep_dir: Path) -> None:
     """Writes sweep.csv. After each job: a sweep that is killed leaves the results that it has."""
-    try:
+    with files.warning(Console().warn, "sweep.csv could not be written", "the sweep goes on"):
         files.write_whole(sweep_dir / "sweep.csv", as_csv(read_rows(sweep_dir)))
-    except OSError as error:
-        Console().warn(f"sweep.csv could not be written ({error.strerror}); the sweep goes on")
 
 
 def as_csv(rows: list[Row]) -> str:

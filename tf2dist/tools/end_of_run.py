@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import first_line
+from tf2dist.errors import brief_reason
 from tf2dist.launch.console import Console
 from tf2dist.linux import without_warnings
 
@@ -30,8 +30,7 @@ def draw_training(config: RunConfig, place: Place, console: Console) -> None:
             plotting.draw_run(Path(config.run_dir))
     except Exception as error:  # a damaged installation of matplotlib may raise anything
         again = shlex.join(["python", "-m", "tf2dist.plot", config.run_dir])
-        reason = getattr(error, "strerror", None) or first_line(str(error)) or type(error).__name__
-        console.warn(f"training.png could not be drawn ({reason}); {again} draws it")
+        console.warn(f"training.png could not be drawn ({brief_reason(error)}); {again} draws it")
     finally:
         note.cancel()
 

@@ -1,14 +1,13 @@
 """A whole comparison, from its options to its report."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from tf2dist.config.compose import ConfigSource
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
-from tf2dist.files import write_whole
-from tf2dist.launch.console import Console, print_lines
+from tf2dist.files import raising, write_whole
+from tf2dist.launch.console import Console, print_result
 from tf2dist.launch.run_dir import locked
 from tf2dist.launch.single_run import check_local
 from tf2dist.signals import Signals
@@ -66,7 +65,7 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
         except KeyboardInterrupt:
             raise Interrupted(signals.signum, f"; the same command with {OPTION}={folder} goes on") from None
     if headline:
-        _say(f"{headline}\n{folder / REPORT}", console)
+        print_result(f"{headline}\n{folder / REPORT}", console, "the verdict")
     if failed := [outcome for outcome in outcomes if outcome.state == "failed"]:
         raise ComparisonFailed(failed, len(outcomes), folder)
 
@@ -95,20 +94,10 @@ def _report(
 
 
 def _write(report: dict[str, str | bytes], folder: Path) -> None:
-    try:
+    with raising(
+        "the report could not be written",
+        f"make room, and give the same command with {OPTION}={folder} again",
+        TrainingError,
+    ):
         for name, content in report.items():
             write_whole(folder / name, content)
-    except OSError as error:
-        raise TrainingError(
-            f"the report could not be written ({error.strerror or error}); make room, and give the same command with "
-            f"{OPTION}={folder} again"
-        ) from None
-
-
-def _say(text: str, console: Console) -> None:
-    try:
-        print_lines(text, sys.stdout)
-    except BrokenPipeError:
-        pass  # the reader has left; the report is there all the same
-    except OSError as error:
-        console.warn(f"the verdict could not be printed ({error.strerror})")

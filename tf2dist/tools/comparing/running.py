@@ -57,10 +57,8 @@ def earlier_plan(folder: Path) -> dict[str, list[str]]:
     Raises:
         ConfigError: there is something else in it.
     """
-    try:
+    with files.raising(f"{OPTION} ({folder}): cannot be read", "name another directory"):
         return _read_plan(folder) if folder.is_dir() and any(folder.iterdir()) else {}
-    except OSError as error:
-        raise ConfigError(f"{OPTION} ({folder}): cannot be read ({error.strerror}); name another directory") from None
 
 
 def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
@@ -70,7 +68,7 @@ def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
         ConfigError: it cannot be used.
     """
     plan = {run.folder: run.overrides for run in runs}
-    try:
+    with files.raising(f"{OPTION} ({folder}): cannot be written", "name another directory"):
         if earlier := earlier_plan(folder):
             for name, overrides in earlier.items():
                 if name in plan and plan[name] != overrides:
@@ -84,10 +82,6 @@ def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
         for directory in (folder, folder / RUNS, folder / LOGS):
             files.make_private(directory)
         files.write_whole(folder / PLAN, json.dumps({"runs": plan}, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"{OPTION} ({folder}): cannot be written ({error.strerror}); name another directory"
-        ) from None
 
 
 def _read_plan(folder: Path) -> dict[str, list[str]]:

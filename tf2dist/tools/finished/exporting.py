@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tf2dist.errors import ConfigError, InstallationError, TrainingError, reason_of
+from tf2dist.errors import ConfigError, InstallationError, TrainingError, brief_reason, reason_of
 from tf2dist.tools.finished.shell import Request, one_of, show_status
 
 
@@ -62,7 +62,7 @@ def export(request: Request) -> Path:
             model.export(part, format=target_format.in_keras, verbose=False)
             part.replace(out)
     except OSError as error:
-        raise ConfigError(f"OUT ({out}): cannot be written ({error.strerror or error}); name another place") from None
+        raise ConfigError(f"OUT ({out}): cannot be written ({brief_reason(error)}); name another place") from None
     except Exception as error:  # the converters raise errors of many types
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise TrainingError(f"format ({name}): the model cannot be exported ({reason}); try another format") from error

@@ -15,7 +15,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.loading import load as load_data
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError
-from tf2dist.files import open_to_read
+from tf2dist.files import open_to_read, raising
 from tf2dist.process.tables_in_files import Tables
 from tf2dist.tools.finished.load_model import UnknownCode, load_in_files
 from tf2dist.tools.finished.shell import Request, warn
@@ -28,13 +28,9 @@ def config_of(request: Request) -> RunConfig:
         ConfigError: the file is missing, or is no configuration.
     """
     path = request.run_dir / "config.yaml"
-    try:
-        with open_to_read(path) as file:
-            return tree.from_yaml(file.read().decode())
-    except (OSError, ValueError) as error:
-        # Without a system error it is one of decoding.
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"RUN_DIR ({request.run_dir}): config.yaml cannot be read ({reason}); name a run") from None
+    problem = f"RUN_DIR ({request.run_dir}): config.yaml cannot be read"
+    with raising(problem, "name a run", also=(ValueError,)), open_to_read(path) as file:
+        return tree.from_yaml(file.read().decode())
 
 
 def model_of(request: Request) -> keras.Model:

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from tf2dist.errors import ConfigError
-from tf2dist.files import write_whole
+from tf2dist.files import raising, write_whole
 from tf2dist.launch.console import number_of
 from tf2dist.palette import BLACK, BLUE, SPLIT_STYLES, VERMILLION
 from tf2dist.tools.plotting import GREY, as_png, own_look, set_head, set_style
@@ -183,10 +182,6 @@ def _save(figure: Figure, path: Path) -> Path:
     Raises:
         ConfigError: it cannot be written.
     """
-    try:
+    with raising(f"RUN_DIR ({path.parent}): {path.name} cannot be written", "make room"):
         write_whole(path, as_png(figure))
-    except OSError as error:
-        raise ConfigError(
-            f"RUN_DIR ({path.parent}): {path.name} cannot be written ({error.strerror}); make room"
-        ) from None
     return path

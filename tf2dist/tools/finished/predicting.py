@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
+from tf2dist.files import raising
 from tf2dist.launch.console import print_lines
 from tf2dist.tools.finished import pictures
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
@@ -210,10 +211,8 @@ def read(path: Path, model: keras.Model) -> tuple[np.ndarray, list[str]]:
         DataError: the file cannot be read, or does not fit the model.
     """
     shape = shape_of(model)
-    try:
+    with raising(f"{path}: cannot be read", "name an image or a .npy file", DataError):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); name an image or a .npy file") from None
     if path.suffix == ".npy":
         examples = _array(path, shape)
         return examples, [f"{path}[{number}]" for number in range(len(examples))] if len(examples) != 1 else [str(path)]

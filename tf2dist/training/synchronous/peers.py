@@ -5,6 +5,8 @@ import socket
 from collections import deque
 from typing import NoReturn
 
+from tf2dist.errors import brief_reason
+
 Views = dict[int, memoryview]  # by the index of the worker
 
 
@@ -119,5 +121,5 @@ class Peers:
         return into[count:]
 
     def _lose(self, peer: int, error: OSError) -> NoReturn:
-        self.lost = LostWorkerError(peer, error.strerror or str(error))
+        self.lost = LostWorkerError(peer, brief_reason(error))
         raise self.lost from None

@@ -22,6 +22,7 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, in_file, of
 from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ConfigError, TrainingError
+from tf2dist.files import raising
 from tf2dist.process import devices, heartbeat
 from tf2dist.process.strategy import (
     LEAVE_TIMEOUT_SECS,
@@ -228,10 +229,9 @@ class Workers:
 
 
 def _in_temporary_file(pieces: Iterable[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    try:
+    with raising(
+        f"TMPDIR ({tempfile.gettempdir()}): what the run begins with cannot be written there",
+        "make room, or set TMPDIR to another folder",
+        TrainingError,
+    ):
         return in_file(pieces, shape)
-    except OSError as error:
-        raise TrainingError(
-            f"TMPDIR ({tempfile.gettempdir()}): what the run begins with cannot be written there ({error.strerror}); "
-            "make room, or set TMPDIR to another folder"
-        ) from None

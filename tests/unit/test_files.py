@@ -1,0 +1,33 @@
+"""Errors of files by name."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tf2dist.errors import ConfigError, FitError, TrainingError
+from tf2dist.files import raising, warning
+
+
+def test_an_error_of_a_file_has_a_name_a_reason_and_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught, raising("run_dir: cannot be written", "make room", TrainingError):
+        (tmp_path / "missing" / "file").write_text("")
+    assert str(caught.value) == "run_dir: cannot be written (No such file or directory); make room"
+    with pytest.raises(ConfigError) as other, raising("x: cannot be read", also=(ValueError,)):
+        b"\xff".decode()
+    assert str(other.value) == "x: cannot be read (it is not text)"
+
+
+def test_errors_that_have_a_name_and_others_pass() -> None:
+    with pytest.raises(FitError, match="mine"), raising("x: cannot be read", also=(ValueError,)):
+        raise FitError("mine")
+    with pytest.raises(ValueError, match="other"), raising("x: cannot be read"):
+        raise ValueError("other")
+
+
+def test_a_file_that_can_be_done_without_is_a_warning() -> None:
+    warnings: list[str] = []
+    with warning(warnings.append, "sweep.csv could not be written", "the sweep goes on"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert warnings == ["sweep.csv could not be written (No space left on device); the sweep goes on"]
