@@ -1,4 +1,4 @@
-"""Damaged data is reported before anything starts; a damaged cache of decoded data is removed."""
+"""Damaged data is reported before anything starts."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 from tests.tfds import write_mnist
 from tf2dist import cli
 from tf2dist.config.schema import DataConfig
-from tf2dist.data import cache, location
+from tf2dist.data import location
 from tf2dist.launch import findings
 
 EXAMPLES = [bytes([number]) * 40 for number in range(5)]
@@ -132,36 +132,6 @@ def test_a_home_directory_that_this_user_may_not_enter_counts_as_missing() -> No
     assert first == "None"
     assert len(refused) == 1, "an unreadable folder must count as missing, without hiding other data"
     assert refused[0].startswith("init_from (")
-
-
-def filled_cache_of(file: Path) -> Path:
-    """Fills the cache folder of a data file; returns the folder."""
-    folder = cache.folder_of(file)
-    assert folder
-    folder.mkdir(parents=True)
-    for name in cache.ARRAYS:
-        (folder / name).write_bytes(b"x" * 100)
-    cache.seal(folder)
-    return folder
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[50] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("name", [*cache.ARRAYS, cache.HASHES])
-@pytest.mark.parametrize("damage", [flip_a_bit, empty, Path.unlink])
-def test_a_damaged_cache_is_removed_and_reported(tmp_path: Path, damage: Callable[[Path], None], name: str) -> None:
-    files = write_mnist(tmp_path, EXAMPLES)
-    whole, broken = map(filled_cache_of, files)
-    damage(broken / name)
-    warned: list[str] = []
-    for _ in range(2):
-        location.resolve(DataConfig(dir=str(tmp_path)), warned.append)
-    assert warned == [f"the cached copy of the decoded {files[1].name} is damaged; the file is decoded again"]
-    assert list((tmp_path / "cache" / "tf2dist").iterdir()) == [whole]
 
 
 RESOLVE = """

@@ -19,7 +19,6 @@ from pathlib import Path
 from tf2dist.config import compose
 from tf2dist.config.convert import to_dataclass
 from tf2dist.config.schema import DataConfig, RunConfig
-from tf2dist.data import cache
 from tf2dist.errors import ConfigError, DataError, first_line
 from tf2dist.files import expand, is_folder
 from tf2dist.linux import child_environment, die_with_parent, module_command
@@ -167,8 +166,6 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
             return _digits()
     for file in mnist_files(folder) or ():
         check_mnist(file)
-        if cache.discard_damaged(file):
-            warn(f"the cached copy of the decoded {file.name} is damaged; the file is decoded again")
     # The tasks get the folder that was found and checked here: they do not look for one again.
     return replace(config, dir=str(folder))
 

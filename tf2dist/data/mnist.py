@@ -1,6 +1,7 @@
 """Reads MNIST from the TFRecord files of tensorflow-datasets, and caches the decoded arrays for later runs."""
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -8,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data import cache, location
+from tf2dist.data import location
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.pipeline import NO_AUTOGRAPH
 from tf2dist.errors import first_line
+from tf2dist.files import expand
 from tf2dist.tf_constants import NODES
+
+ARRAYS = ("images.npy", "labels.npy")  # in a folder of the cache
 
 
 def decoded(path: Path) -> Arrays:
@@ -24,7 +28,7 @@ def decoded(path: Path) -> Arrays:
         DataError: the file is damaged.
     """
     try:
-        folder = cache.folder_of(path)
+        folder = _cache_folder(path)
     except OSError as error:
         raise location.damaged(path, f"cannot be read: {error.strerror}") from None
     if folder is None:
@@ -39,9 +43,8 @@ def decoded(path: Path) -> Arrays:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             made = Path(temporary, "made")
             made.mkdir()
-            for name, array in zip(cache.ARRAYS, arrays.leaves, strict=True):
+            for name, array in zip(ARRAYS, arrays.leaves, strict=True):
                 np.save(made / name, array)
-            cache.seal(made)
             # A rename replaces no folder that has files in it, so the broken one is moved into the one that is removed.
             if is_broken:
                 folder.rename(Path(temporary, "broken"))
@@ -51,16 +54,29 @@ def decoded(path: Path) -> Arrays:
     return arrays
 
 
+def _cache_folder(source: Path) -> Path | None:
+    """The folder for the decoded arrays of a file, which each user has for himself; None without a home directory.
+
+    Raises:
+        OSError: the file does not exist, or may not be read.
+    """
+    root = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if root is None:
+        return None
+    # A file that was replaced gets another folder; hashing its content would take longer than the cache saves.
+    status = source.stat()
+    key = hashlib.sha256(f"{source.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    return root / "tf2dist" / f"{source.name.split('.')[0]}-{key}"
+
+
 def _mapped(folder: Path) -> Arrays:
-    """The arrays in a folder of the cache, whose hashes the launching process has compared.
+    """The arrays in a folder of the cache.
 
     Raises:
         OSError, ValueError, EOFError: they are missing or incomplete.
     """
-    if not cache.is_sealed(folder):
-        raise ValueError(f"{folder} has no hashes")
     # Mapped, so that all tasks of a host share one copy in the kernel's page cache.
-    return Arrays(*(np.load(folder / name, mmap_mode="r") for name in cache.ARRAYS))
+    return Arrays(*(np.load(folder / name, mmap_mode="r") for name in ARRAYS))
 
 
 def _decode(path: Path) -> Arrays:
