@@ -7,7 +7,7 @@
 
 Each class is a dataclass; the object has its name as "type", and its fields. Who reads says which messages may come,
 and gets one of these, with every field of its declared type, or an error that names what came instead. See
-`hosts.messages` for what hosts say.
+`hosts.protocol` for what hosts say.
 """
 
 import dataclasses

@@ -21,7 +21,7 @@ from tf2dist.errors import CheckpointError, Interrupted, reason_of
 from tf2dist.messages import Began, ToLauncher
 from tf2dist.model.source import plain_model
 from tf2dist.process import devices, heartbeat, profiling
-from tf2dist.process.sigterm import end_on_sigterm, stop_when_asked
+from tf2dist.process.inbox import end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training import stragglers, timeline
 from tf2dist.training.driver import Driver, Epochs, Steps

@@ -24,7 +24,7 @@ from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.messages import Done, ToLauncher
 from tf2dist.model.source import RegisteredSource, Source
 from tf2dist.process import heartbeat, inbox
-from tf2dist.process.sigterm import end_on_sigterm
+from tf2dist.process.inbox import end_on_sigterm
 from tf2dist.run import run_task
 from tf2dist.tf_internals import error_texts
 from tf2dist.training import stragglers

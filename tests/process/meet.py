@@ -15,7 +15,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import TfDistError
 from tf2dist.hosts.identity import job_key
 from tf2dist.hosts.meeting import Meeting
-from tf2dist.hosts.messages import Back, Ended, Identity, Lost, Stop
+from tf2dist.hosts.protocol import Back, Ended, Identity, Lost, Stop
 from tf2dist.messages import pack
 
 

@@ -16,7 +16,7 @@ from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.hosts.connections import Channel
 from tf2dist.hosts.identity import NO_TOKEN_KEY
 from tf2dist.hosts.meeting import Meeting
-from tf2dist.hosts.messages import Back, Ended, Identity, Lost, MeetingEvent, Stop
+from tf2dist.hosts.protocol import Back, Ended, Identity, Lost, MeetingEvent, Stop
 from tf2dist.linux import unused_ports
 
 WAIT_SECS = 20.0

@@ -15,7 +15,7 @@ from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Cluster
 from tf2dist.errors import ClusterError, TaskLostError
 from tf2dist.hosts.connections import VERSION
-from tf2dist.hosts.messages import Ended
+from tf2dist.hosts.protocol import Ended
 from tf2dist.linux import unused_ports
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Task
 from tf2dist.errors import ClusterError, Left, TaskLostError, TrainingError
-from tf2dist.hosts.messages import Back, Ended, Lost, Stop
+from tf2dist.hosts.protocol import Back, Ended, Lost, Stop
 
 
 def test_a_lost_worker_may_return_in_async_and_the_others_are_notified(enter: Meetings) -> None:

@@ -26,7 +26,7 @@ from tf2dist.cluster.spec import Task
 from tf2dist.hosts.connections import Channel
 from tf2dist.hosts.identity import NO_TOKEN_KEY
 from tf2dist.hosts.member import Membership
-from tf2dist.hosts.messages import (
+from tf2dist.hosts.protocol import (
     Ended,
     Go,
     HoldingJob,

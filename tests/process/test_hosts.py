@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.hosts import Host, Hosts, hosts
 from tests.process.meet import Agreed, Failed, Listening, Said, Told
-from tf2dist.hosts.messages import Lost, Stop
+from tf2dist.hosts.protocol import Lost, Stop
 from tf2dist.messages import unpack
 
 pytestmark = pytest.mark.slow

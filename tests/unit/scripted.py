@@ -11,7 +11,7 @@ import pytest
 from tf2dist.cluster.spec import Cluster, Place
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError
-from tf2dist.hosts.messages import MeetingEvent
+from tf2dist.hosts.protocol import MeetingEvent
 from tf2dist.launch.console import Console
 from tf2dist.launch.host_run import HostRun
 from tf2dist.launch.monitor import Monitor, Tasks

@@ -13,7 +13,7 @@ from tf2dist.config.schema import ClusterConfig, RunConfig, SimulateConfig, Task
 from tf2dist.errors import ClusterError, ConfigError
 from tf2dist.hosts import identity
 from tf2dist.hosts.identity import differences, explain, identity_of
-from tf2dist.hosts.messages import Call, Difference, Identity, Join, Process, TaskAddress
+from tf2dist.hosts.protocol import Call, Difference, Identity, Join, Process, TaskAddress
 from tf2dist.messages import pack, unpack
 
 CLUSTER = Cluster("sync", {"worker": ("a:1", "b:1")})

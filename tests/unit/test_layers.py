@@ -37,7 +37,7 @@ FLOORS = [
 # What a task does, on the floor of the doors: it knows no tools either.
 CORE_DOORS = ("run", "task")
 # To be mended; no other may come in their place.
-NAMES_TWICE = {"checks", "evaluate", "messages"}
+NAMES_TWICE = {"checks", "evaluate"}
 WITHOUT_TENSORFLOW = (
     *("config", "cluster", "hosts", "launch", "cli", "doctor"),
     *("compare", "engines", "evaluate", "export", "palette", "plot", "predict", "render", "__main__", ""),

@@ -22,7 +22,7 @@ from tests.unit.scripted import (
 )
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import Left, TaskFailure
-from tf2dist.hosts.messages import Back, Ended, Lost, MeetingEvent
+from tf2dist.hosts.protocol import Back, Ended, Lost, MeetingEvent
 from tf2dist.launch import failures
 from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
 

@@ -18,7 +18,7 @@ from tests.unit.scripted import (
 )
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import Interrupted, Left, TaskFailure
-from tf2dist.hosts.messages import Ended, Stop
+from tf2dist.hosts.protocol import Ended, Stop
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
 

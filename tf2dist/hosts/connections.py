@@ -14,7 +14,7 @@ messages:
 Every mac is an HMAC-SHA256 over its label and both nonces, so a proof is of no use in another connection or in the
 other direction. Before the dialing side has proved itself, it sees a greeting, a nonce and nothing else. The token
 keeps out other jobs; messages are neither encrypted nor authenticated, see docs/security.md. A channel does no input
-or output, so that tests can check every byte; `hosts.messages` defines what the messages hold.
+or output, so that tests can check every byte; `hosts.protocol` defines what the messages hold.
 
 `Links` are all control connections of a process: non-blocking sockets, all of them served by one thread. A connection
 has a deadline until it belongs to a member: port scanners open connections and send nothing. After that it expects
@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 from tf2dist.cluster.addresses import resolve
 from tf2dist.errors import brief_reason
-from tf2dist.hosts.messages import Call, Wire
+from tf2dist.hosts.protocol import Call, Wire
 from tf2dist.messages import MessageError, pack, unpack
 
 VERSION = 4  # of this protocol and of the messages; 4: messages without macs

@@ -5,7 +5,7 @@ from tf2dist.errors import ClusterError, LeaderLostError, TaskLostError, TfDistE
 from tf2dist.hosts.connections import Dialer, Link, Links
 from tf2dist.hosts.identity import VARIABLE, explain
 from tf2dist.hosts.member import BEAT_EVERY_SECS, Membership
-from tf2dist.hosts.messages import (
+from tf2dist.hosts.protocol import (
     Accepted,
     Beat,
     Ended,

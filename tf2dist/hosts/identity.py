@@ -19,7 +19,7 @@ from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.data import location
 from tf2dist.errors import ClusterError
 from tf2dist.files import open_to_read, raising
-from tf2dist.hosts.messages import Difference, Identity, Jobs
+from tf2dist.hosts.protocol import Difference, Identity, Jobs
 from tf2dist.linux import SECRETS
 from tf2dist.tf_constants import installed_version
 

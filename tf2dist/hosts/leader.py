@@ -10,7 +10,7 @@ from tf2dist.errors import ClusterError, TaskLostError
 from tf2dist.hosts.connections import Dialer, Link, Links
 from tf2dist.hosts.identity import differences, explain, list_differences
 from tf2dist.hosts.member import BEAT_EVERY_SECS, Membership
-from tf2dist.hosts.messages import (
+from tf2dist.hosts.protocol import (
     MAX_CHARACTERS,
     Accepted,
     Back,

@@ -25,7 +25,7 @@ from tf2dist.hosts.follower import Follower
 from tf2dist.hosts.identity import NO_TOKEN_KEY
 from tf2dist.hosts.leader import Leader
 from tf2dist.hosts.member import Membership
-from tf2dist.hosts.messages import (
+from tf2dist.hosts.protocol import (
     MAX_CHARACTERS,
     Call,
     Ended,

@@ -12,7 +12,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.cluster.validation import canonical
 from tf2dist.errors import Interrupted, TfDistError
 from tf2dist.hosts.identity import explain, list_differences
-from tf2dist.hosts.messages import Identity, Jobs, Join, MeetingEvent, Probe, Process, Stop, TaskAddress, TryAgain
+from tf2dist.hosts.protocol import Identity, Jobs, Join, MeetingEvent, Probe, Process, Stop, TaskAddress, TryAgain
 
 BEAT_EVERY_SECS = 1.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, Left, TaskFailure, TaskLostError
-from tf2dist.hosts import messages as control
+from tf2dist.hosts import protocol
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.failures import (
     FailureReader,
@@ -226,22 +226,22 @@ class Monitor:
         if not has_result and (code != 0 or is_too_early):
             self._attempt.failures.append(self._reader.read(exited, kill))
 
-    def _on_meeting(self, event: control.MeetingEvent) -> None:
+    def _on_meeting(self, event: protocol.MeetingEvent) -> None:
         """Handles news of a task on another host."""
         match event:
-            case control.Stop():
+            case protocol.Stop():
                 self._shutdown.request_from_peer(event.signum)
-            case control.Back():
+            case protocol.Back():
                 self._lost_peers.pop(event.task, None)
                 self._add_event(event.task, "joined" if event.is_first else "back")
-            case control.Lost(task, why):
+            case protocol.Lost(task, why):
                 is_leaders = task == self._tasks.leader and not self._tasks.has_leader
                 code = (LeaderLostError if is_leaders else TaskLostError).exit_code
                 self._on_end_elsewhere(task, code, why, was_lost=True)
-            case control.Ended(left=True) if self._phase() is Phase.RUNNING:
+            case protocol.Ended(left=True) if self._phase() is Phase.RUNNING:
                 self._console.note(str(Left(event.task)))
                 self._go_on_without(event.task, "left after SIGTERM", "left")
-            case control.Ended(task, code, message):
+            case protocol.Ended(task, code, message):
                 self._on_end_elsewhere(task, code, message, was_lost=False)
 
     def _on_end_elsewhere(self, task: str, code: int, why: str, was_lost: bool) -> None:

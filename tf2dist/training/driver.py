@@ -19,7 +19,7 @@ from tf2dist.errors import ConfigError, Interrupted, NotFiniteError
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.source import EpochPlan
 from tf2dist.process import heartbeat
-from tf2dist.process.sigterm import asked_to_stop
+from tf2dist.process.inbox import asked_to_stop
 from tf2dist.training.about import LearningRates
 from tf2dist.training.hooks import Change, Hooks, NamedArrays
 from tf2dist.training.loop import EPOCH_ARRAY, EpochPosition, Loop, PauseRequest, WorkersAway

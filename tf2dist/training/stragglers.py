@@ -19,7 +19,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.process import heartbeat
-from tf2dist.process.sigterm import asked_to_stop
+from tf2dist.process.inbox import asked_to_stop
 from tf2dist.tf_internals import publish_functions
 from tf2dist.training import timeline
 from tf2dist.training.loop import MAX_STEPS, steps_in_call_secs
