@@ -13,7 +13,7 @@
     |- NotFiniteError                3     the loss is not a finite number
     |- TaskLostError               138     a peer or the cluster was lost: worth a retry
     |  `- LeaderLostError          139     the leader is gone, or did not come
-    |- Left                        143     this task alone ended on SIGTERM, see task.on_term
+    |- TaskLeft                    143     this task alone ended on SIGTERM, see task.on_term
     `- Interrupted     143, 130 or 129     SIGTERM, Ctrl-C or SIGHUP
 
 Schedulers take codes from 1 to 127 as permanent failures, and retry after 128 and higher ones.
@@ -123,7 +123,7 @@ class LeaderLostError(TaskLostError):
 LOSSES = (TaskLostError.exit_code, LeaderLostError.exit_code)
 
 
-class Left(TfDistError):
+class TaskLeft(TfDistError):
     """This task alone was told to end; the others go on without it."""
 
     # Of SIGTERM: schedulers start again what has ended with it, and after 0 they would not.

@@ -11,7 +11,7 @@ import pytest
 
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Task
-from tf2dist.errors import ClusterError, Left, TaskLostError, TrainingError
+from tf2dist.errors import ClusterError, TaskLeft, TaskLostError, TrainingError
 from tf2dist.hosts.protocol import Back, Ended, Lost, Stop
 
 
@@ -33,9 +33,11 @@ def test_a_lost_worker_may_return_in_async_and_the_others_are_notified(enter: Me
 def test_a_worker_that_has_left_may_return(enter: Meetings) -> None:
     cluster = cluster_of("async", **ASYNC)
     participants = all_of(enter, cluster)
-    participants["worker-1"].leave(Left("worker-1"))
+    participants["worker-1"].leave(TaskLeft("worker-1"))
     for task in ("chief-0", "ps-0", "worker-0"):
-        assert participants[task].event(Ended, "worker-1") == Ended("worker-1", 143, str(Left("worker-1")), left=True)
+        assert participants[task].event(Ended, "worker-1") == Ended(
+            "worker-1", 143, str(TaskLeft("worker-1")), left=True
+        )
     enter(cluster, "worker-1").go()
     participants["chief-0"].event(Back, "worker-1")
     assert [type(event) for event in participants["chief-0"].events()] == [Ended, Back], "neither a stop nor a loss"
@@ -64,7 +66,7 @@ def test_a_worker_that_leaves_before_the_start_is_waited_for(enter: Meetings) ->
     others = [enter(cluster, task) for task in ("chief-0", "ps-0")]
     left = enter(cluster, "worker-1")
     wait_for(lambda: "worker-0" in left.waiting_for, "it has joined")
-    left.leave(Left("worker-1"))
+    left.leave(TaskLeft("worker-1"))
     wait_for(lambda: any("worker-1 has left" in line for line in others[0].printed), "that is told")
     for participant in [*others, enter(cluster, "worker-0"), enter(cluster, "worker-1")]:
         participant.go()

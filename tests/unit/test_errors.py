@@ -10,9 +10,9 @@ from tf2dist.errors import (
     FailureRecord,
     Interrupted,
     LeaderLostError,
-    Left,
     NotFiniteError,
     TaskFailure,
+    TaskLeft,
     TaskLostError,
     kind_of,
     reason_of,
@@ -21,7 +21,7 @@ from tf2dist.errors import (
 
 
 def test_exit_codes() -> None:
-    found = [error.exit_code for error in (ConfigError, NotFiniteError, TaskLostError, LeaderLostError, Left)]
+    found = [error.exit_code for error in (ConfigError, NotFiniteError, TaskLostError, LeaderLostError, TaskLeft)]
     assert found == [2, 3, 138, 139, 143]
     assert [Interrupted(number).exit_code for number in (2, 15)] == [130, 143]
 

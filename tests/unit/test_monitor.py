@@ -21,7 +21,7 @@ from tests.unit.scripted import (
     write_echo,
 )
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import Left, TaskFailure
+from tf2dist.errors import TaskFailure, TaskLeft
 from tf2dist.hosts.protocol import Back, Ended, Lost, MeetingEvent
 from tf2dist.launch import failures
 from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
@@ -175,7 +175,7 @@ def test_the_summary_tells_which_worker_was_there_when(tmp_path: Path, capsys: p
         (107.0, ended("chief-0", 0)),
     ]
     launcher = ScriptedLauncher(tmp_path, script)
-    left = Ended("worker-1", 143, str(Left("worker-1")), left=True)
+    left = Ended("worker-1", 143, str(TaskLeft("worker-1")), left=True)
     news: list[tuple[float, MeetingEvent]] = [(103.0, left), (105.0, Back("worker-1")), (105.5, Lost("worker-0", ""))]
     summary = follow(launcher, RunConfig(mode="async"), ["chief-0"], meeting=ScriptedMeeting(launcher, news))
     assert summary["worker_events"] == [

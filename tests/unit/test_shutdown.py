@@ -17,7 +17,7 @@ from tests.unit.scripted import (
     write_echo,
 )
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import Interrupted, Left, TaskFailure
+from tf2dist.errors import Interrupted, TaskFailure, TaskLeft
 from tf2dist.hosts.protocol import Ended, Stop
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
@@ -121,7 +121,7 @@ def test_a_worker_leaves_alone_after_a_while(tmp_path: Path, again: bool) -> Non
     signals: list[tuple[float, Any]] = [(104.5, Signalled()), *[(105.0, Signalled())] * again]
     launcher = ScriptedLauncher(tmp_path, signals)
     meeting = StoppableMeeting(launcher, [])
-    with pytest.raises(Left, match="worker-1 has left after SIGTERM; the others go on"):
+    with pytest.raises(TaskLeft, match="worker-1 has left after SIGTERM; the others go on"):
         follow(launcher, RunConfig(mode="async"), ["worker-1"], "chief-0", meeting=meeting, may_leave=True)
     assert not launcher.tasks, "the others are told when it has ended"
     assert not hasattr(meeting, "stops")

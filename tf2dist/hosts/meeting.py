@@ -19,7 +19,7 @@ from tf2dist.cluster.addresses import check_control_ports, listen_at_control_por
 from tf2dist.cluster.reachability import Wait, still_waiting
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
-from tf2dist.errors import ClusterError, Interrupted, LeaderLostError, Left, TaskLostError
+from tf2dist.errors import ClusterError, Interrupted, LeaderLostError, TaskLeft, TaskLostError
 from tf2dist.hosts.connections import Link, Links
 from tf2dist.hosts.follower import Follower
 from tf2dist.hosts.identity import NO_TOKEN_KEY
@@ -170,7 +170,7 @@ class Meeting:
             if isinstance(error, Interrupted):
                 self.stop(error.exit_code - 128)  # the exit code is 128 plus the signal's number
             code = getattr(error, "exit_code", 1) if error else 0
-            self.ended(code, (str(error) or type(error).__name__) if error else "", isinstance(error, Left))
+            self.ended(code, (str(error) or type(error).__name__) if error else "", isinstance(error, TaskLeft))
         self._commands.put(None)  # ends the thread, after the messages that were put before
         self._links.wake()
         self._thread.join(CLOSE_SECS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tf2dist.cluster.spec import Task, can_lose
-from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, Left, TaskFailure, TaskLostError
+from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, TaskFailure, TaskLeft, TaskLostError
 from tf2dist.hosts import protocol
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.failures import (
@@ -126,7 +126,7 @@ class Monitor:
         Raises:
             TaskFailure: a task failed for good.
             Interrupted: by a signal; what could be saved is saved.
-            Left: by a signal to this process that ends its task alone.
+            TaskLeft: by a signal to this process that ends its task alone.
         """
         self._tasks = tasks
         self._shutdown.may_leave = tasks.may_leave
@@ -159,7 +159,7 @@ class Monitor:
         Raises:
             TaskFailure: a task failed for good.
             Interrupted: the stop is over.
-            Left: the task of this host has ended alone.
+            TaskLeft: the task of this host has ended alone.
         """
         if self._phase() is Phase.STOPPING:
             signum = self._shutdown.advance(self._tasks.names, self._tasks.leader)
@@ -239,7 +239,7 @@ class Monitor:
                 code = (LeaderLostError if is_leaders else TaskLostError).exit_code
                 self._on_end_elsewhere(task, code, why, was_lost=True)
             case protocol.Ended(left=True) if self._phase() is Phase.RUNNING:
-                self._console.note(str(Left(event.task)))
+                self._console.note(str(TaskLeft(event.task)))
                 self._go_on_without(event.task, "left after SIGTERM", "left")
             case protocol.Ended(task, code, message):
                 self._on_end_elsewhere(task, code, message, was_lost=False)

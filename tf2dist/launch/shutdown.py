@@ -2,7 +2,7 @@
 
 import signal
 
-from tf2dist.errors import FailureRecord, Interrupted, Left, NotFiniteError, RequestError, TaskFailure, TfDistError
+from tf2dist.errors import FailureRecord, Interrupted, NotFiniteError, RequestError, TaskFailure, TaskLeft, TfDistError
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.failures import cause_order
 from tf2dist.launch.host_run import HostRun
@@ -63,7 +63,7 @@ class Shutdown:
         """Ends the task of this host alone if a signal asks for that; to be called several times a second.
 
         Raises:
-            Left: it has ended.
+            TaskLeft: it has ended.
         """
         if not self._is_leaving:
             return
@@ -73,7 +73,7 @@ class Shutdown:
             self._notify("leaving")
         if self._clock.monotonic() >= self._leave_at or self._stop.is_urgent:
             self._launcher.kill_all()  # before the others are told that it is gone
-            raise Left(task)
+            raise TaskLeft(task)
 
     def request_from_peer(self, signum: int) -> None:
         self._peer_signum = signum

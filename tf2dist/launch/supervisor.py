@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import Interrupted, Left, TrainingError, brief_reason
+from tf2dist.errors import Interrupted, TaskLeft, TrainingError, brief_reason
 from tf2dist.files import as_json, warning, write_whole
 from tf2dist.hosts.identity import identity_of, job_key
 from tf2dist.hosts.meeting import Meeting
@@ -48,7 +48,7 @@ def supervise(run: HostRun) -> dict[str, Any]:
         TrainingError: the result could not be written, or its weights could not be saved, or the run has lost its
             directory to another one.
         Interrupted: by a signal; everything has been saved and stopped in order.
-        Left: by a signal that has ended the task of this host alone.
+        TaskLeft: by a signal that has ended the task of this host alone.
     """
     launcher = Launcher(run.run_dir / "logs", isolate=run.place.cluster.is_managed, env=environment_of(run.config))
     with contextlib.ExitStack() as stack:
@@ -109,9 +109,9 @@ def tasks_of(run: HostRun, launcher: Launcher) -> Tasks:
 
 
 def check_stop(stop: StopRequest, tasks: Tasks) -> None:
-    """Raises Interrupted if this process was asked to stop, or Left if its task may leave."""
+    """Raises Interrupted if this process was asked to stop, or TaskLeft if its task may leave."""
     if tasks.may_leave and stop.signum == signal.SIGTERM:
-        raise Left(tasks.names[0])
+        raise TaskLeft(tasks.names[0])
     if stop.signum:
         raise Interrupted(stop.signum)
 
