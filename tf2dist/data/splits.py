@@ -12,7 +12,7 @@ from tf2dist.errors import DataError, kind_of
 
 
 @dataclass(frozen=True)
-class Truth:
+class NoiselessLabels:
     """What made-up test examples come from: `y` without noise, and the standard deviation of the normal noise in it."""
 
     y: np.ndarray
@@ -40,7 +40,7 @@ class Splits:
     num_classes: int | None = 10
     stream: Stream | None = None
     validation_stream: Stream | None = None
-    truth: Truth | None = None
+    truth: NoiselessLabels | None = None
     note: str = ""
 
     @property

@@ -16,7 +16,7 @@ from tf2dist.palette import BLACK, BLUE, SPLIT_STYLES, VERMILLION
 from tf2dist.tools.plotting import GREY, as_png, own_look, set_head, set_style
 
 if TYPE_CHECKING:
-    from tf2dist.data.splits import Truth  # imports Keras
+    from tf2dist.data.splits import NoiselessLabels  # imports Keras
 
 MAX_MISTAKES, NUM_RIGHT, IMAGES_A_ROW = 36, 6, 6  # of predictions.png
 ROW_INCHES, HEAD_INCHES, TEXT_INCHES, IMAGES_WIDTH = 1.75, 0.75, 0.42, 9.0
@@ -141,7 +141,7 @@ def confusion_figure(run_dir: Path, counts: np.ndarray) -> Figure:
 
 
 def draw_regression(
-    run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray, *, truth: "Truth | None"
+    run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray, *, truth: "NoiselessLabels | None"
 ) -> Path:
     """Draws the points (x, y) and the model's curve through (x, predicted), all [n], into regression.png."""
     with own_look():
@@ -149,7 +149,7 @@ def draw_regression(
 
 
 def regression_figure(
-    run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray, *, truth: "Truth | None"
+    run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray, *, truth: "NoiselessLabels | None"
 ) -> Figure:
     """See `draw_regression`."""
     figure = Figure(figsize=(9, 5))
