@@ -54,7 +54,7 @@ from tf2dist.tf_internals.keras import (
     undecayed,
     with_inner,
 )
-from tf2dist.tf_internals.live_tasks import COORDINATOR, Attendance
+from tf2dist.tf_internals.live_tasks import COORDINATOR, LiveTasks
 from tf2dist.tf_internals.probes import PROBES as CENTRAL
 from tf2dist.tf_internals.probes import built, compiled, text_of
 from tf2dist.tf_internals.tensorflow import (
@@ -98,10 +98,10 @@ def _functions_are_converted() -> bool:
 def _workers_are_followed() -> bool:
     context = module_of(CONTEXT).Context()
     handler = attribute(tf, module_of(COORDINATOR), "WorkerPreemptionHandler", type)(None, None)
-    attendance = Attendance(1, set, context)
-    with attendance.connecting():
+    live_tasks = LiveTasks(1, set, context)
+    with live_tasks.connecting():
         pass
-    attendance.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]
+    live_tasks.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]
     handler.stop()
     return True
 

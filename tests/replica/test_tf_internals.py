@@ -150,12 +150,12 @@ class FakeContext:
 def test_a_worker_that_comes_must_listen_for_a_while() -> None:
     """A process that ends may close its connections before its port, and TensorFlow would wait for it without end."""
     there, own = {0}, FakeContext()
-    attendance = tf_internals.Attendance(3, lambda workers: there.intersection(workers), own)
+    live_tasks = tf_internals.LiveTasks(3, lambda workers: there.intersection(workers), own)
     cluster = tf.train.ClusterSpec({"worker": ["a:1", "a:2", "a:3"]}).as_cluster_def()
-    with attendance.connecting():
+    with live_tasks.connecting():
         own.set_server_def(tf.train.ServerDef(cluster=cluster))
     handler: Any = cluster_coordinator.WorkerPreemptionHandler(None, None)
-    attendance.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]
+    live_tasks.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]
     handler.stop()
     there |= {1}
     own.update_server_def(None)

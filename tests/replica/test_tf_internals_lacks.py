@@ -42,7 +42,7 @@ HANDLER = cluster_coordinator.WorkerPreemptionHandler
 
 def follow_workers(handler: Any) -> None:
     coordinator: Any = SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler))
-    tf_internals.Attendance(1, set, context.Context()).follow(coordinator)
+    tf_internals.LiveTasks(1, set, context.Context()).follow(coordinator)
 
 
 def test_nothing_is_missing() -> None:

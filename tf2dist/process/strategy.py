@@ -44,11 +44,11 @@ def start_server(cluster: Cluster, task: Task, config: tf.compat.v1.ConfigProto)
 
 def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.ParameterServerStrategy:
     """Connects the coordinator to all ps, which must be listening, and to the workers that are; others may follow."""
-    attendance = tf_internals.Attendance(cluster.num_workers, functools.partial(_listening, cluster))
-    with attendance.connecting():
+    live_tasks = tf_internals.LiveTasks(cluster.num_workers, functools.partial(_listening, cluster))
+    with live_tasks.connecting():
         strategy = tf.distribute.ParameterServerStrategy(_resolver(cluster, task))
     _make_room_for_copies(3 * len(cluster.tasks))
-    attendance.follow(tf.distribute.coordinator.ClusterCoordinator(strategy))  # the strategy's only one
+    live_tasks.follow(tf.distribute.coordinator.ClusterCoordinator(strategy))  # the strategy's only one
     return strategy
 
 

@@ -44,7 +44,7 @@ from tf2dist.tf_internals.keras import (
     velocities,
     with_inner,
 )
-from tf2dist.tf_internals.live_tasks import Attendance
+from tf2dist.tf_internals.live_tasks import LiveTasks
 from tf2dist.tf_internals.probes import missing
 from tf2dist.tf_internals.tensorflow import (
     as_one_node,
@@ -64,7 +64,7 @@ from tf2dist.tf_internals.variables import AtomicRows, PartitionedVariable, Rows
 
 __all__ = [
     "AtomicRows",
-    "Attendance",
+    "LiveTasks",
     "PartitionedVariable",
     "Rows",
     "as_one_node",

@@ -22,7 +22,7 @@ LOOK_EVERY_SECS = 0.5
 Waiter = Callable[..., AbstractContextManager[None]]
 
 
-class Attendance:
+class LiveTasks:
     """The workers of one coordinator.
 
     Args:
