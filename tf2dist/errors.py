@@ -53,7 +53,7 @@ from tf2dist.tf_constants import (
 # Names of classes such as int, ndarray and SGD, but not UniformNoise.
 SPOKEN_WITH_A_VOWEL = re.compile(r"[AEIOaeio]|[Uu](?!int|ni|se)|nd|[FHLMNRSX][A-Z]")
 # A line of a traceback, with the line of code below it; TensorFlow marks some of the places with stars.
-PLACE = re.compile(r'^ *File "(.+?)", line (\d+), in .*\n.*$', re.MULTILINE)
+LOCATION = re.compile(r'^ *File "(.+?)", line (\d+), in .*\n.*$', re.MULTILINE)
 
 
 class TfDistError(Exception):
@@ -158,7 +158,7 @@ class FailureRecord:
         if isinstance(error, TfDistError):
             return cls(task, time.time(), error.exit_code, str(error))
         trace = "".join(traceback.format_exception(error)).rstrip()
-        return cls(task, time.time(), 1, f"{type(error).__name__}: {reason_of(error)}{users_place(error)}", trace)
+        return cls(task, time.time(), 1, f"{type(error).__name__}: {reason_of(error)}{users_location(error)}", trace)
 
     @staticmethod
     def path(log_dir: Path, task: str) -> Path:
@@ -214,8 +214,8 @@ def reason_of(error: BaseException) -> str:
     text = COLOURS.sub("", str(error)).strip()
     if text.startswith(GRAPH_ERROR):
         reason = _first_paragraph(_below_nodes(text), type(error).__name__)
-        return f"{reason}{_part_of_model(text, not users_place(error))}"
-    places = list(PLACE.finditer(text))
+        return f"{reason}{_part_of_model(text, not users_location(error))}"
+    places = list(LOCATION.finditer(text))
     if places and text.startswith(TRACED):
         text = text[places[-1].end() :].strip().removeprefix(f"{type(error).__name__}: ")
     return _first_paragraph(text, type(error).__name__)
@@ -254,11 +254,11 @@ def _part_of_model(text: str, or_node: bool) -> str:
     return f", at the node {node}" if node and or_node else ""
 
 
-def users_place(error: BaseException) -> str:
+def users_location(error: BaseException) -> str:
     """Where in the user's code an exception was raised, such as " (train.py:12)"; "" if in none of it."""
     raised = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(error.__traceback__)]
     # What TensorFlow has traced, or called from a graph, stands in the text alone.
-    quoted = [(place[1], place[2]) for place in PLACE.finditer(str(error))]
+    quoted = [(place[1], place[2]) for place in LOCATION.finditer(str(error))]
     # Autograph writes the traced code into files of its own, and the places in the text are those of the user's files.
     not_users = (*_folders_of_packages(), "<frozen", "<string>", "<__array_function__")
     places = [

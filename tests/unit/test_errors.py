@@ -16,7 +16,7 @@ from tf2dist.errors import (
     TaskLostError,
     kind_of,
     reason_of,
-    users_place,
+    users_location,
 )
 
 
@@ -61,7 +61,7 @@ def test_a_record_survives_its_process(tmp_path: Path) -> None:
 )
 def test_the_reason_and_the_place_in_the_users_code(text: str, reason: str, place: str) -> None:
     error = ValueError(text)
-    assert (reason_of(error), users_place(error)) == (reason, place)
+    assert (reason_of(error), users_location(error)) == (reason, place)
 
 
 def test_known_errors_need_no_traceback() -> None:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import Layout, leaves_of
 from tf2dist.data.passes import Sharding
 from tf2dist.data.pipeline import NO_AUTOGRAPH
-from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_place
+from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_location
 from tf2dist.tf_constants import NODES
 
 PARTS = ("x", "y", "sample_weight")
@@ -245,11 +245,11 @@ def _as_keras(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
 def _told_by(error: BaseException) -> str:
     """The class, the reason and the user's line of an exception, in one line."""
     if not isinstance(error, tf.errors.OpError):
-        return f"{type(error).__name__}: {reason_of(error)}{users_place(error)}"
+        return f"{type(error).__name__}: {reason_of(error)}{users_location(error)}"
     # Behind the nodes may come the user's error.
     line = first_line(NODES.sub("", str(error)))
     is_users = re.match(r"\w+(Error|Exception|Interrupt)\b: ", line)
-    return ("" if is_users else f"{type(error).__name__}: ") + line + users_place(error)
+    return ("" if is_users else f"{type(error).__name__}: ") + line + users_location(error)
 
 
 class Reader:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
-from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_place
+from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
@@ -248,7 +248,7 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
     except ConfigError:
         raise
     except Exception as error:  # as below
-        raise FitError(f"{_uncallable(name, layout, reason_of(error))}{users_place(error)}") from error
+        raise FitError(f"{_uncallable(name, layout, reason_of(error))}{users_location(error)}") from error
     if has_own_step(model):
         return
     _build_optimizer(model, name)
@@ -271,7 +271,7 @@ def _build_optimizer(model: keras.Model, name: str) -> None:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     except Exception as error:  # the user's `build` may raise anything
-        raise FitError(f"{prefix} cannot be built ({reason_of(error)}{users_place(error)}); correct it") from error
+        raise FitError(f"{prefix} cannot be built ({reason_of(error)}{users_location(error)}); correct it") from error
     owned = set(map(id, trained_variables(optimizer)))
     if unknown := [variable.path for variable in model.trainable_variables if id(variable) not in owned]:
         raise FitError(

@@ -20,7 +20,7 @@ from tf2dist.cluster.validation import read_tf_config
 from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
-from tf2dist.errors import FitError, TaskFailure, kind_of, reason_of, users_place
+from tf2dist.errors import FitError, TaskFailure, kind_of, reason_of, users_location
 from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
@@ -201,7 +201,7 @@ def outputs_of(model: keras.Model, name: str, examples: Arrays) -> Any:
             changed.update(id(op) for op in graph.get_operations() if op.type.startswith("Assign"))
     except Exception as error:  # Keras raises errors of many types, and user code of any
         raise FitError(
-            f"x: does not fit model ({name}), or its predict_step fails ({reason_of(error)}{users_place(error)}); give "
+            f"x: does not fit model ({name}), or its predict_step fails ({reason_of(error)}{users_location(error)}); give "
             "what it takes"
         ) from error
     if changed:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.data.arrays import Layout
-from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_place
+from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_location
 from tf2dist.model.batch_attention import num_calls
 from tf2dist.model.gradients import WAY_OUT, is_zero
 from tf2dist.model.interception import prepare_process
@@ -423,5 +423,5 @@ def _told_of(name: str, method: str) -> Iterator[None]:
         raise
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(
-            f"model ({name}): its {method} fails ({reason_of(error)}{users_place(error)}); correct it"
+            f"model ({name}): its {method} fails ({reason_of(error)}{users_location(error)}); correct it"
         ) from error
