@@ -34,7 +34,7 @@ def find(config: RunConfig, environ: Mapping[str, str]) -> Place:
     nodes, counts = nodes_in(environ[NODES]), counts_in(environ[COUNTS])
     if len(nodes) != len(counts):
         _refuse(COUNTS, environ[COUNTS], f"must have a count for each of the {len(nodes)} nodes")
-    by_rank = deal(nodes, counts, _tasks_in_a_row(environ))
+    by_rank = spread_tasks(nodes, counts, _tasks_in_a_row(environ))
     rank = _number(RANK, environ)
     _check_node(by_rank, rank, environ)
     first_number = _first_number(environ, max(counts), num_ports(config.cluster.control_port_shift))
@@ -104,7 +104,7 @@ def counts_in(text: str) -> list[int]:
     return counts
 
 
-def deal(nodes: Sequence[str], counts: Sequence[int], in_a_row: int) -> list[str]:
+def spread_tasks(nodes: Sequence[str], counts: Sequence[int], in_a_row: int) -> list[str]:
     """The node of each rank: round after round, every node gets so many in a row until it has its count."""
     left = list(counts)
     by_rank: list[str] = []
