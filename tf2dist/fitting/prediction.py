@@ -201,8 +201,8 @@ def outputs_of(model: keras.Model, name: str, examples: Arrays) -> Any:
             changed.update(id(op) for op in graph.get_operations() if op.type.startswith("Assign"))
     except Exception as error:  # Keras raises errors of many types, and user code of any
         raise FitError(
-            f"x: does not fit model ({name}), or its predict_step fails ({reason_of(error)}{users_location(error)}); give "
-            "what it takes"
+            f"x: does not fit model ({name}), or its predict_step fails ({reason_of(error)}{users_location(error)}); "
+            "give what it takes"
         ) from error
     if changed:
         paths = [variable.path for variable in model.variables if id(variable) in changed]
