@@ -26,7 +26,7 @@ SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05
 QUIET_SECS, QUIET_STEPS = 2.0, 2.0  # without progress for so long, and for so many steps' time, workers count as lost
 
 
-class Patience:
+class StopDeadline:
     """Decides how long to wait for workers: without limit, but after a request to stop only while they make progress.
 
     Args:
@@ -67,18 +67,18 @@ def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> flo
 def wait_for_calls(
     coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
 ) -> PauseRequest:
-    """Waits until all calls are done; returns what was requested in the meantime. See `Patience`.
+    """Waits until all calls are done; returns what was requested in the meantime. See `StopDeadline`.
 
     Raises:
         WorkersAway: a stop is requested, and the calls are not done.
         Exception: what a worker has raised.
     """
-    patience = Patience(pause_request, progress, quiet_secs)
+    deadline = StopDeadline(pause_request, progress, quiet_secs)
     # Not `coordinator.join`, which can neither be interrupted nor be given a limit.
     while not coordinator.done():
-        patience.look()
+        deadline.look()
         time.sleep(POLL_SECS)
-    return patience.requested
+    return deadline.requested
 
 
 def counts_of(servers: Sequence[ParameterServer]) -> list[tuple[int, int]]:
@@ -145,7 +145,7 @@ def results(
     quiet_secs: float,
     watch: Callable[[], Any],
 ) -> Iterator[Any]:
-    """The values that calls return, in order, as soon as each is available. See `Patience`.
+    """The values that calls return, in order, as soon as each is available. See `StopDeadline`.
 
     Args:
         watch: is called again and again while a value is awaited.
@@ -168,13 +168,13 @@ def results(
     threading.Thread(target=fetch, name="results", daemon=True).start()
     for number in range(len(values)):
         # Every value counts as progress, so the wait for each one starts over.
-        patience = Patience(pause_request, functools.partial(int, number), quiet_secs)
+        deadline = StopDeadline(pause_request, functools.partial(int, number), quiet_secs)
         while True:
             try:
                 value, error = results.get(timeout=POLL_SECS)
                 break
             except queue.Empty:
-                patience.look()
+                deadline.look()
                 watch()
         if error:
             raise error
