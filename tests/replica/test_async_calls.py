@@ -214,7 +214,7 @@ def test_ps_at_different_counts_are_not_saved(async_loop: MakeLoop) -> None:
     counts = behind.counters.now()
     behind.restore(counts._replace(applied=49))
     with pytest.raises(TaskLostError, match=r"the ps have applied \[50, 49\] updates: this cannot be saved"):
-        schedule.shut(loop._graphs.servers, 50)
+        schedule.close_servers(loop._graphs.servers, 50)
 
 
 @registry.register_optimizer("slow_to_apply")

@@ -42,7 +42,7 @@ from tf2dist.training.parameter_server.counters import (
 )
 from tf2dist.training.parameter_server.graphs import AsyncGraphs, GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.reading import PackedRead
-from tf2dist.training.parameter_server.schedule import POLL_SECS, AsyncScheduler, Scheduler, results, shut
+from tf2dist.training.parameter_server.schedule import POLL_SECS, AsyncScheduler, Scheduler, close_servers, results
 from tf2dist.training.parameter_server.server import NEVER
 from tf2dist.training.parameter_server.serving import send_shutdown
 
@@ -306,7 +306,7 @@ class AsyncLoop(PsLoop):
 
     def _give_up_calls(self, until_step: int) -> None:
         # The calls stay in flight, and must not change what is saved now should their workers come back.
-        shut(self._graphs.servers, until_step)
+        close_servers(self._graphs.servers, until_step)
         self._graphs.numbers.close()
         self._read()
 

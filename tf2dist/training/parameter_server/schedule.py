@@ -116,7 +116,7 @@ def cut(coordinator: Any, servers: Sequence[ParameterServer], ahead: int, limit:
     return True
 
 
-def shut(servers: Sequence[ParameterServer], limit: int) -> None:
+def close_servers(servers: Sequence[ParameterServer], limit: int) -> None:
     """Makes all ps refuse further updates while calls are in flight, even from a worker that comes back.
 
     Args:
