@@ -107,7 +107,7 @@ def predict(
         shipping.ship(job, sent, name, Splits(examples, num_classes=None), None, tables)
         config.run_dir = str(make_run_dir(config, "predict"))
         identity = {"model": digest_of_model(local, job), "x": digest_of_examples(examples), "batch_size": batch_size}
-        ranges = settled(Path(config.run_dir), identity, examples, place)
+        ranges = resume_or_create(Path(config.run_dir), identity, examples, place)
         if not ranges.is_complete():
             sys_path = [entry for entry in sys.path if isinstance(entry, str)]
             session: FitSession[Any] = FitSession(job, identity, sys_path, None, 0)
@@ -222,7 +222,7 @@ def _dtype_of(output: Any, name: str) -> np.dtype[Any]:
     return dtype
 
 
-def settled(run_dir: Path, identity: dict[str, Any], examples: Arrays, place: Place) -> Ranges:
+def resume_or_create(run_dir: Path, identity: dict[str, Any], examples: Arrays, place: Place) -> Ranges:
     """The ranges of a prediction that the directory holds, or of a new one, which the leader writes down.
 
     Raises:
