@@ -151,7 +151,7 @@ class Ranges:
             return [file[name] for name in file.files]
 
 
-class Watch(keras.callbacks.Callback):
+class RangeCallback(keras.callbacks.Callback):
     """Tells the watchdog of each batch, and ends the work on a range that another worker has finished meanwhile."""
 
     def __init__(self, ranges: Ranges, number: int) -> None:
@@ -186,7 +186,10 @@ def predict_ranges(
             continue
         part = splits.train[ranges.examples(number)]
         outputs = model.predict(
-            keras.tree.map_structure(as_keras_takes, part.x), batch_size, verbose=0, callbacks=[Watch(ranges, number)]
+            keras.tree.map_structure(as_keras_takes, part.x),
+            batch_size,
+            verbose=0,
+            callbacks=[RangeCallback(ranges, number)],
         )
         if not ranges.has(number):
             ranges.save(number, rows_of(outputs, len(part), source.name), str(task))
