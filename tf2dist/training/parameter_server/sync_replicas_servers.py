@@ -159,7 +159,7 @@ class DecidingServer(AggregatingServer):
 
     def _admit(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
         """Takes a gradient, or drops it; one at a time."""
-        return alone(self._lock, lambda: self._decide(pushed, worker))
+        return locked(self._lock, lambda: self._decide(pushed, worker))
 
     def _decide(self, pushed: Parcel, worker: tf.Tensor) -> None:
         gradient, pulled_at, rows = self.push_layout.unpack(pushed)
@@ -226,7 +226,7 @@ class DecidingServer(AggregatingServer):
             self._counters.discard()
             self._limit.assign(limit)
 
-        with tf.control_dependencies([alone(self._lock, assign)]):
+        with tf.control_dependencies([locked(self._lock, assign)]):
             self._wake()
         return limit
 
@@ -274,7 +274,7 @@ class FollowingServer(AggregatingServer):
             # What comes late will be dropped, and must not replace a gradient that is needed.
             tf.cond(pulled_at == self.step.read_value(), _branch(keep), _branch(tf.no_op))
 
-        return alone(self._lock, keep_if_in_time)
+        return locked(self._lock, keep_if_in_time)
 
     def _follow(self, bits: tf.Tensor, made_by: tf.Tensor, *request: tf.Tensor) -> Parcel:
         """All variables, at least at the step `bits`, which was made by these workers."""
@@ -285,7 +285,7 @@ class FollowingServer(AggregatingServer):
             make_step = _branch(lambda: self._make_step(made_by))
             tf.cond(self.step.read_value() < step, make_step, _branch(tf.no_op))
 
-        with tf.control_dependencies([alone(self._lock, catch_up)]):
+        with tf.control_dependencies([locked(self._lock, catch_up)]):
             return self.pulled(*request)
 
     def _make_step(self, made_by: tf.Tensor) -> None:
@@ -296,7 +296,7 @@ class FollowingServer(AggregatingServer):
             self.step.assign_add(1)
 
 
-def alone(lock: tf.CriticalSection, act: Callable[[], Any]) -> tf.Tensor:
+def locked(lock: tf.CriticalSection, act: Callable[[], Any]) -> tf.Tensor:
     """In a graph: does something while no one else holds the lock; what is returned is there once all of it is done."""
 
     def do() -> tf.Tensor:
