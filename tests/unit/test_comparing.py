@@ -34,7 +34,7 @@ from tf2dist.tools.comparing.figures import (
 )
 from tf2dist.tools.comparing.matrix import PARSERS, Contender, ContenderRun, Until, runs_of
 from tf2dist.tools.comparing.page import contender_columns, run_columns
-from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, set_goal
+from tf2dist.tools.comparing.results import MEASURES, ContenderResult, Measurement, Point, set_goal
 from tf2dist.tools.comparing.running import Outcome, earlier_plan, prepare_folder
 from tf2dist.tools.comparing.verdict import verdict_of
 
@@ -190,8 +190,8 @@ def test_what_is_read_from_a_run(tmp_path: Path) -> None:
     # An accuracy of 0.85 needs 26,667 examples. Evaluations are 4,000 apart.
     assert result.examples.values == pytest.approx((26_667, 26_667), abs=200)
     assert result.secs.values == pytest.approx((5.33, 5.39), abs=0.04)
-    assert result.example_rate is not None
-    assert result.example_rate.values == pytest.approx((5000, 5000 / 1.01))
+    (rate,) = [column.value(result) for column in MEASURES if column.key == "examples_per_sec"]
+    assert rate.values == pytest.approx((5000, 5000 / 1.01))
     assert result.staleness_counts() == [180, 400, 60, 0, 2]
     sync = result_by_name(results, "sync, equal workers")
     assert sync.step_rate is not None

@@ -12,7 +12,7 @@ import psutil
 from tf2dist import __version__
 from tf2dist.files import as_json
 from tf2dist.tools.comparing.matrix import Options
-from tf2dist.tools.comparing.results import ContenderResult, Measurement, Spread
+from tf2dist.tools.comparing.results import MEASURES, ContenderResult, Measurement, Spread
 from tf2dist.tools.comparing.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
@@ -230,14 +230,7 @@ def _contender(result: ContenderResult) -> dict[str, Any]:
         "backups": contender.backups,
         "options": contender.varying,
         "goal": {result.goal.metric: result.goal.value} if result.goal else None,
-        "secs_to_goal": _spread(result.secs),
-        "examples_to_goal": _spread(result.examples),
-        "accuracy": _spread(result.accuracy),
-        "steps_per_sec": _spread(result.step_rate),
-        "examples_per_sec": _spread(result.example_rate),
-        "staleness": _spread(result.staleness),
-        "dropped": _spread(result.dropped),
-        "startup_secs": _spread(result.start),
+        **{measure.key: _spread(measure.value(result)) for measure in MEASURES},
         "staleness_counts": result.staleness_counts() or None,
         "runs": [
             {

@@ -4,13 +4,13 @@ import base64
 import html
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from tf2dist.tools.comparing.results import ContenderResult, Measurement, Spread
+from tf2dist.tools.comparing.results import ACCURACY, MEASURES, Column, ContenderResult, Measurement, Spread
 from tf2dist.tools.comparing.running import Outcome
-from tf2dist.tools.comparing.verdict import Claim, Verdict, count_text, rate_text, secs_text
+from tf2dist.tools.comparing.verdict import Claim, Verdict
 
 STATES = {"seen": "seen", "not seen": "unseen", "unclear": "unclear"}  # classes of the style sheet
 Row = tuple[ContenderResult, Outcome]
@@ -33,25 +33,6 @@ class Picture:
     title: str
     caption: str
     svgs: dict[str, bytes]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column.
-
-    Attributes:
-        value: by which it is sorted: a number, a spread, a text, or None if it was not measured.
-        shown: the text of a value that is not None.
-    """
-
-    title: str
-    value: Callable[[Any], Any]
-    format: Callable[[Any], str] = str
-    is_number: bool = True
-
-    def text(self, row: Any) -> str:
-        value = self.value(row)
-        return "" if value is None else self.format(value)
 
 
 def page(
@@ -181,19 +162,12 @@ def _list(title: str, sentences: Sequence[str]) -> list[str]:
 def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
     """Of a table with a row for each `ContenderResult`; the heads name the units."""
     metric = next((result.goal.metric for result in results if result.goal), "accuracy")
-    of_accuracy = "best accuracy" if results[0].until.kind == "accuracy" else "accuracy at the end"
+    accuracy = "best accuracy" if results[0].until.kind == "accuracy" else "accuracy at the end"
     return [
         Column("mode", lambda result: result.contender.way, is_number=False),
         Column("situation", lambda result: result.contender.situation, is_number=False),
         Column(f"goal: {metric}", lambda result: result.goal and result.goal.value, lambda value: f"{value:.4g}"),
-        Column("seconds to the goal", lambda result: result.secs, secs_text),
-        Column("examples to the goal", lambda result: result.examples, count_text),
-        Column(of_accuracy, lambda result: result.accuracy, lambda value: f"{value.mean:.4f}"),
-        Column("steps/s", lambda result: result.step_rate, rate_text),
-        Column("examples/s", lambda result: result.example_rate, rate_text),
-        Column("staleness in updates", lambda result: result.staleness, lambda value: f"{value.mean:.1f}"),
-        Column("dropped gradients in %", lambda result: result.dropped, lambda value: f"{100 * value.mean:.0f}"),
-        Column("seconds to the first step", lambda result: result.start, lambda value: f"{value.mean:.1f}"),
+        *(replace(column, title=accuracy) if column is ACCURACY else column for column in MEASURES),
     ]
 
 

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
@@ -157,9 +157,8 @@ class ContenderResult:
         goal: of its situation; None if nothing was evaluated.
         secs, examples: to the goal; None unless all runs that are done have reached it.
         accuracy: the best of each run, or that at the end of the steps or seconds.
-        step_rate, example_rate: global steps and examples a second, after the warm-up.
+        step_rate: global steps a second, after the warm-up.
         staleness: the mean of each run; None for modes without.
-        start: the seconds from the command to the first step.
     """
 
     contender: Contender
@@ -205,10 +204,6 @@ class ContenderResult:
         return Spread.of([run.rates[0] for run in self.measured])
 
     @property
-    def example_rate(self) -> Spread | None:
-        return Spread.of([run.rates[1] for run in self.measured])
-
-    @property
     def staleness(self) -> Spread | None:
         return Spread.of([run.summary["staleness"]["mean"] for run in self.measured if run.summary.get("staleness")])
 
@@ -223,10 +218,6 @@ class ContenderResult:
                 dropped_parts.append(sum(worker["dropped"] for worker in workers) / max(1, pushed))
         return Spread.of(dropped_parts)
 
-    @property
-    def start(self) -> Spread | None:
-        return Spread.of([run.summary["startup_secs"] for run in self.measured])
-
     def staleness_counts(self) -> list[int]:
         """How often 0, 1, 2, ... occurred in all runs together; empty for modes without."""
         counts: list[int] = []
@@ -236,6 +227,68 @@ class ContenderResult:
             for number, count in enumerate(run_counts):
                 counts[number] += count
         return counts
+
+
+def secs_text(spread: Spread) -> str:
+    return spread_text(spread, lambda value: f"{value:.2f}" if value < 9.995 else f"{value:,.1f}")
+
+
+def count_text(spread: Spread) -> str:
+    return spread_text(spread, lambda value: f"{round(value):,}")
+
+
+def spread_text(spread: Spread, form: Callable[[float], str]) -> str:
+    """The mean, with the lowest and highest of several runs, as in 3.2 (3.0 to 3.4)."""
+    low, high = form(spread.low), form(spread.high)
+    return form(spread.mean) + (f" ({low} to {high})" if low != high else "")
+
+
+def rate_text(spread: Spread) -> str:
+    """The mean of a rate, with three digits at least where it has them."""
+    return f"{spread.mean:,.0f}" if spread.mean >= 99.5 else f"{spread.mean:.1f}"
+
+
+def mean_text(spread: Spread) -> str:
+    return f"{spread.mean:.1f}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the report, and of compare.json if it has a key there.
+
+    Attributes:
+        value: by which it is sorted: a number, a spread, a text, or None if it was not measured.
+        format: the text of a value that is not None.
+    """
+
+    title: str
+    value: Callable[[Any], Any]
+    format: Callable[[Any], str] = str
+    is_number: bool = True
+    key: str = ""
+
+    def text(self, row: Any) -> str:
+        value = self.value(row)
+        return "" if value is None else self.format(value)
+
+
+SECS = Column("seconds to the goal", lambda result: result.secs, secs_text, key="secs_to_goal")
+EXAMPLES = Column("examples to the goal", lambda result: result.examples, count_text, key="examples_to_goal")
+ACCURACY = Column("accuracy", lambda result: result.accuracy, lambda spread: f"{spread.mean:.4f}", key="accuracy")
+MEASURES = (
+    SECS,
+    EXAMPLES,
+    ACCURACY,
+    Column("steps/s", lambda result: result.step_rate, rate_text, key="steps_per_sec"),
+    Column("examples/s", lambda result: Spread.of([run.rates[1] for run in result.measured]), rate_text,
+           key="examples_per_sec"),
+    Column("staleness in updates", lambda result: result.staleness, mean_text, key="staleness"),
+    Column("dropped gradients in %", lambda result: result.dropped, lambda spread: f"{100 * spread.mean:.0f}",
+           key="dropped"),
+    Column("seconds to the first step",
+           lambda result: Spread.of([run.summary["startup_secs"] for run in result.measured]), mean_text,
+           key="startup_secs"),
+)  # fmt: skip
 
 
 def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[ContenderResult]:

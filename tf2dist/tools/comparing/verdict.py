@@ -4,18 +4,28 @@ An order counts as seen only if the runs of both contenders do not overlap: all 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tf2dist.errors import NotFiniteError
 from tf2dist.tools.comparing.matrix import Until
-from tf2dist.tools.comparing.results import ContenderResult, Spread
+from tf2dist.tools.comparing.results import (
+    ACCURACY,
+    EXAMPLES,
+    SECS,
+    Column,
+    ContenderResult,
+    Spread,
+    count_text,
+    rate_text,
+    secs_text,
+    spread_text,
+)
 
 CLEAR_RATIO = 1.02  # a smaller ratio is no difference
 KEPT_RATE = 0.9  # a rate that is at least so much of another has been kept
 UNEQUAL = "Unequal workers: choose a mode that does not wait for the slowest; it is first."
 NOT_FINITE = NotFiniteError.exit_code
-Measure = Callable[[ContenderResult], Spread | None]
 
 
 @dataclass(frozen=True)
@@ -53,25 +63,11 @@ def verdict_of(results: list[ContenderResult], until: Until) -> Verdict:
     return Verdict(_headline(results, until), situations, list(_claims(results)))
 
 
-def secs_text(spread: Spread) -> str:
-    return _text(spread, lambda value: f"{value:.2f}" if value < 9.995 else f"{value:,.1f}")
-
-
-def count_text(spread: Spread) -> str:
-    return _text(spread, lambda value: f"{round(value):,}")
-
-
-def _text(spread: Spread, form: Callable[[float], str]) -> str:
-    """The mean, with the lowest and highest of several runs, as in 3.2 (3.0 to 3.4)."""
-    low, high = form(spread.low), form(spread.high)
-    return form(spread.mean) + (f" ({low} to {high})" if low != high else "")
-
-
 def ranked(
-    results: list[ContenderResult], measure: Measure, *, highest: bool = False
+    results: list[ContenderResult], measure: Column, *, highest: bool = False
 ) -> list[tuple[ContenderResult, Spread]]:
     """Those that have a value, the best first."""
-    measured = [(result, spread) for result in results if (spread := measure(result))]
+    measured = [(result, spread) for result in results if (spread := measure.value(result))]
     return sorted(measured, key=lambda pair: pair[1].mean, reverse=highest)
 
 
@@ -138,7 +134,7 @@ def _secs(spread: Spread) -> str:
 
 def _order(results: list[ContenderResult]) -> list[tuple[ContenderResult, Spread]]:
     """The ranking that decides: by the time to the goal, which is equal for all."""
-    return ranked(results, lambda result: result.secs)
+    return ranked(results, SECS)
 
 
 def _situation(results: list[ContenderResult], until: Until) -> Iterator[str]:
@@ -148,8 +144,8 @@ def _situation(results: list[ContenderResult], until: Until) -> Iterator[str]:
             reason = "; the loss was not finite" if any(outcome.exit_code == NOT_FINITE for outcome in failed) else ""
             yield f"{result.contender.way}: {len(failed)} of {len(result.outcomes)} runs failed{reason}."
     goal = results[0].goal
-    yield from _race(results, lambda result: result.secs, secs_text, f"Seconds to {goal}")
-    yield from _race(results, lambda result: result.examples, count_text, f"Training examples to {goal}")
+    yield from _race(results, SECS, f"Seconds to {goal}")
+    yield from _race(results, EXAMPLES, f"Training examples to {goal}")
     if until.kind == "accuracy":
         for result in results:
             if result.measured and result.num_reached < len(result.measured):
@@ -159,19 +155,17 @@ def _situation(results: list[ContenderResult], until: Until) -> Iterator[str]:
                 )
                 yield f"{result.contender.way}: {num_runs} reached {goal}{best}."
         return
-    order = ranked(results, lambda result: result.accuracy, highest=True)
+    order = ranked(results, ACCURACY, highest=True)
     if order:
         ends = "; ".join(
-            f"{result.contender.way} has an accuracy of {_text(spread, lambda value: f'{value:.4f}')} after "
+            f"{result.contender.way} has an accuracy of {spread_text(spread, lambda value: f'{value:.4f}')} after "
             f"{count_text(Spread(tuple(point.examples for point in result.ends())))} examples"
             for result, spread in order
         )
         yield f"At {until.value:,g} {'seconds' if until.kind == 'secs' else 'steps'}, {ends}."
 
 
-def _race(
-    results: list[ContenderResult], measure: Measure, text: Callable[[Spread], str], measured: str
-) -> Iterator[str]:
+def _race(results: list[ContenderResult], measure: Column, measured: str) -> Iterator[str]:
     """One sentence: the first with its value, the others with theirs and the ratio, and whether that is an order."""
     order = ranked(results, measure)
     if not order:
@@ -179,8 +173,8 @@ def _race(
     (first, best), *others = order
     listed = "; ".join(
         [
-            f"{first.contender.way} {text(best)}",
-            *(f"{result.contender.way} {text(spread)}, {spread.mean / best.mean:.2f} times as much"
+            f"{first.contender.way} {measure.format(best)}",
+            *(f"{result.contender.way} {measure.format(spread)}, {spread.mean / best.mean:.2f} times as much"
               for result, spread in others),
         ]
     )  # fmt: skip
@@ -240,11 +234,6 @@ def _claim_about_a_straggler(slow: ContenderResult, slow_rate: Spread, rate: Spr
     return Claim(
         f"{contender.way}{settings}: a slow worker costs no more than its own share of the steps.", state, figures
     )
-
-
-def rate_text(spread: Spread) -> str:
-    """The mean of a rate, with three digits at least where it has them."""
-    return f"{spread.mean:,.0f}" if spread.mean >= 99.5 else f"{spread.mean:.1f}"
 
 
 def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
