@@ -1,6 +1,8 @@
 """What `fit` refuses, by name and with the way out, before anything is started."""
 
+import inspect
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,6 +304,21 @@ def test_with_float16_the_loss_is_scaled_in_sync_only(nothing_starts: Path) -> N
         keras.config.set_dtype_policy("float32")
 
 
+def test_fit_has_the_arguments_of_keras_and_then_its_own() -> None:
+    """The list of arguments is a dataclass, and people, editors and pages see a function of its fields."""
+    own = inspect.signature(tf2dist.fit).parameters
+    of_keras = list(inspect.signature(keras.Model.fit).parameters.values())[1:]
+    model, *shared = list(own.values())[: len(of_keras) + 1]
+    assert (model.name, model.default) == ("model", inspect.Parameter.empty)
+    assert [(part.name, part.default, part.kind) for part in shared] == [
+        (part.name, part.default, part.kind) for part in of_keras
+    ]
+    assert {part.kind for part in list(own.values())[len(of_keras) + 1 :]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {*request.NUMBERS, *request.CHECKS, *refusals.ALTERNATIVES} <= {*own}
+    with pytest.raises(TypeError, match=re.escape("fit() got an unexpected keyword argument 'epoch'")):
+        tf2dist.fit(model, epoch=1)  # type: ignore[call-arg]
+
+
 def test_a_call_in_a_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipping, "is_task", True)
     with pytest.raises(tf2dist.ConfigError, match="was called in a task of a run"):
@@ -339,8 +356,8 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
     """Returns the configuration of the run, and the job that tasks would read."""
     results: list[Any] = []
 
-    def run(config: Any, run_dir: Path, place: Any, console: Any, started_at: float, asked: Any, caller: Any) -> Any:
-        results[:] = [config, shipping.ShippedSource(caller.job)]
+    def run(host: Any) -> Any:
+        results[:] = [host.config, shipping.ShippedSource(host.caller.job)]
         results.append(results[1].load())
         return {}
 

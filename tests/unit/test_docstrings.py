@@ -30,8 +30,12 @@ def named(node: Definition, section: str) -> set[str]:
 
 def parameters(node: ast.FunctionDef) -> set[str]:
     """Those that a user gives: not `self`, and not the fixtures that a fixture asks for."""
-    if any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list):
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    if any("fixture" in decorator for decorator in decorators):
         return set()
+    if gathers := [match[1] for decorator in decorators if (match := re.match(r"with_arguments\((\w+)", decorator))]:
+        fields = definition(gathers[0]).body  # of a dataclass
+        return {ast.unparse(field.target) for field in fields if isinstance(field, ast.AnnAssign)} - {"_"}
     return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)} - {"self"}
 
 

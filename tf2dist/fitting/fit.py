@@ -1,22 +1,19 @@
 """`tf2dist.fit`: `keras.Model.fit` on a cluster."""
 
 import functools
-import os
+import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-from tf2dist.config.schema import MODES
-from tf2dist.data.splits import Splits, streamed
-from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import ConfigError, FitError
-from tf2dist.fitting import inputs, refusals, request, shipping
+from tf2dist.fitting import refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
-from tf2dist.fitting.fit_run import Result, Run, leave_gpus_to_tasks
-from tf2dist.fitting.request import Local, Model
+from tf2dist.fitting.fit_run import Result, Run
+from tf2dist.fitting.request import FitArguments
 
 Arguments = ParamSpec("Arguments")
+Gathered = TypeVar("Gathered")
 Returned = TypeVar("Returned")
 
 
@@ -35,33 +32,29 @@ def with_value_errors(function: Callable[Arguments, Returned]) -> Callable[Argum
     return call
 
 
+def with_arguments(
+    gather: Callable[Arguments, Gathered],
+) -> Callable[[Callable[[Gathered], Returned]], Callable[Arguments, Returned]]:
+    """Makes a function of a dataclass one of its fields, with their order, types and defaults."""
+
+    def decorate(function: Callable[[Gathered], Returned]) -> Callable[Arguments, Returned]:
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+            return function(gather(*args, **kwargs))
+
+        functools.update_wrapper(call, function)
+        returned = inspect.signature(function).return_annotation
+        signature = inspect.signature(gather).replace(return_annotation=returned)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {name: part.annotation for name, part in signature.parameters.items()}
+        call.__annotations__["return"] = returned
+        return call
+
+    return decorate
+
+
 @with_value_errors
-def fit(
-    model: Model,
-    x: Any = None,
-    y: Any = None,
-    batch_size: int | None = None,
-    epochs: int = 1,
-    verbose: str | int = "auto",
-    callbacks: Any = None,
-    validation_split: float = 0.0,
-    validation_data: Any = None,
-    shuffle: bool | str = True,
-    class_weight: Mapping[int, float] | None = None,
-    sample_weight: Any = None,
-    initial_epoch: int = 0,
-    steps_per_epoch: int | None = None,
-    validation_steps: int | None = None,
-    validation_batch_size: int | None = None,
-    validation_freq: int | Sequence[int] = 1,
-    *,
-    data: Load | None = None,
-    mode: str = "async",
-    cluster: Local | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    options: Mapping[str, Any] | Sequence[str] | None = None,
-) -> Result:
+@with_arguments(FitArguments)
+def fit(arguments: FitArguments) -> Result:
     """Trains a model on a cluster; the arguments up to `validation_freq` are those of `keras.Model.fit`.
 
     An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker,
@@ -121,61 +114,15 @@ def fit(
     """
     started_at = time.time()
     shipping.check_caller("fit")
-    if mode not in MODES:
-        raise FitError(f"mode ({mode}): must be 'async', 'sync' or 'sync_replicas'")
-    refusals.check_numbers(batch_size=batch_size)
-    plan = request.plan_of(
-        epochs,
-        initial_epoch,
-        steps_per_epoch,
-        validation_freq,
-        validation_steps,
-        validation_batch_size,
-        shuffle,
+    arguments = request.checked(arguments)
+    config, place = request.configuration(
+        arguments.mode,
+        arguments.cluster,
+        arguments.run_dir,
+        arguments.seed,
+        refusals.overrides_of(arguments.options),
     )
-    config, place = request.configuration(mode, cluster, run_dir, seed, refusals.overrides_of(options))
-    level = refusals.check_verbose(verbose)
-    console = console_of(level)
+    console = console_of(int(arguments.verbose))
     console.note(opening_line("fit", place))
-    num_workers = place.cluster.num_workers
-    is_validated_on_stream = refusals.is_function(validation_data)
-    validation_arrays = None if is_validated_on_stream else validation_data
-    if data is None:
-        train = request.training_set(x, y, sample_weight, class_weight)
-        share = 0.0 if is_validated_on_stream else validation_split
-        train, validation = request.validation_set(train, validation_arrays, share, class_weight is not None)
-        splits = Splits(train, validation, num_classes=None)
-        # Only now: without a batch size it depends on the number of examples that the validation set leaves.
-        config.train.batch_size_per_worker = inputs.batch_size_of(
-            batch_size, len(train), steps_per_epoch, config.batches_per_update(num_workers)
-        )
-    else:
-        array_arguments = {"x": x, "y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-        refusals.check_mode_of_stream(mode)
-        refusals.check_stream(
-            data, **array_arguments, validation_split=validation_split or None, shuffle=shuffle is not True
-        )
-        config.train.batch_size_per_worker = batch_size or inputs.DEFAULT_BATCH_SIZE
-        # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.
-        leave_gpus_to_tasks()
-        stream = Stream(request.name_of(data), data, num_workers, seed, config.train.batch_size_per_worker)
-        given = None if validation_arrays is None else request.validation_arrays(stream.layout, validation_arrays)
-        splits = streamed(stream, given)
-        plan = replace(plan, steps_per_epoch=steps_per_epoch or request.steps_of(stream, config))
-        stream.repeats = plan.steps_per_epoch is not None
-    if is_validated_on_stream:
-        leave_gpus_to_tasks()
-        first = Shard(0, num_workers, seed, config.train.batch_size_per_worker)
-        other = request.validation_stream(splits.layout, validation_data, plan, first)
-        splits = replace(splits, validation_stream=other)
-    return Run(
-        model,
-        splits,
-        request.with_batch_size(plan, config.train.batch_size_per_worker),
-        config,
-        place,
-        refusals.check_callbacks(callbacks),
-        level,
-        console,
-        started_at,
-    ).execute()
+    splits, plan = request.data_of(arguments, config, place.cluster.num_workers)
+    return Run(arguments, splits, plan, config, place, console, started_at).execute()

@@ -3,13 +3,12 @@
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.spec import Place
@@ -30,7 +29,14 @@ from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.mirror import Mirror
-from tf2dist.fitting.request import Model, check_share, name_of, set_model_options
+from tf2dist.fitting.request import (
+    FitArguments,
+    Model,
+    check_share,
+    leave_gpus_to_tasks,
+    name_of,
+    set_model_options,
+)
 from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console, result_lines
 from tf2dist.launch.single_run import check_place, check_size, run_in_folder
@@ -107,17 +113,15 @@ class Run:
     """A call of `fit`.
 
     Attributes:
-        verbose: 0, 1 or 2.
+        arguments: as `request.checked` gives them.
         started_at: `time.time()` of the call.
     """
 
-    model: Model
+    arguments: FitArguments
     splits: Splits
     plan: EpochPlan
     config: RunConfig
     place: Place
-    callbacks: list[keras.callbacks.Callback]
-    verbose: int
     console: Console
     started_at: float
 
@@ -127,7 +131,7 @@ class Run:
 
     def execute(self) -> Result:
         """Runs the cluster to its end; raises what `fit` raises."""
-        with alone_with(self.model):
+        with alone_with(self.arguments.model):
             return self._execute()
 
     def _execute(self) -> Result:
@@ -139,8 +143,8 @@ class Run:
             check_share(len(self.splits.train), self.num_workers)
         # Before the model exists: its variables make TensorFlow take the GPUs.
         leave_gpus_to_tasks()
-        model = local_model(self.model, self.splits.layout)
-        name = name_of(self.model)
+        model = local_model(self.arguments.model, self.splits.layout)
+        name = name_of(self.arguments.model)
         refusals.check_model(name, model, self.config.mode)
         set_model_options(self.config, model, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
         # The tasks copy the optimizer. After the options, since with a policy that is refused there Keras has wrapped
@@ -148,7 +152,7 @@ class Run:
         if not has_own_step(model):
             copies_of(model.optimizer, model.trainable_variables, name)
         with private_folder() as job:
-            copy = shipping.ship(job, self.model, name, self.splits, self.plan)
+            copy = shipping.ship(job, self.arguments.model, name, self.splits, self.plan)
             if self.place.leads:
                 return self._lead(model, copy, job)
             return self._follow(job)
@@ -157,15 +161,15 @@ class Run:
         steps = None if self._ends_with_data else self.plan.steps_per_epoch or self._steps_per_pass()
         # A compiled model keeps the names that it was made with in this process; its copy has those of the tasks.
         mirror_of_own = Mirror(model, copy, self.splits.layout)
-        refusals.check_memory(name_of(self.model), [*model.variables, *mirror_of_own.optimizer.variables])
-        callbacks = Callbacks(self.callbacks, mirror_of_own, self.plan, self.verbose, steps)
+        refusals.check_memory(name_of(self.arguments.model), [*model.variables, *mirror_of_own.optimizer.variables])
+        callbacks = Callbacks(self.arguments.callbacks, mirror_of_own, self.plan, int(self.arguments.verbose), steps)
         if advice := callbacks.advice():
             self.console.warn(advice)
         session = self._session(job, callbacks)
         try:
             folder, summary = self._run_tasks(session)
         except TaskFailure as failure:
-            if failure.exit_code != NotFiniteError.exit_code or not refusals.has_terminator(self.callbacks):
+            if failure.exit_code != NotFiniteError.exit_code or not refusals.has_terminator(self.arguments.callbacks):
                 raise as_public_error(failure) from None
             # The tasks have ended without a summary; the mirror has the weights of the last call of the hooks.
             callbacks.end_not_finite(session.step)
@@ -259,13 +263,6 @@ def alone_with(model: Model) -> Iterator[None]:
         yield
     finally:
         _in_training.remove(id(model))
-
-
-def leave_gpus_to_tasks() -> None:
-    """Makes this process take only as much of a GPU's memory as it needs; too late if TensorFlow already uses it."""
-    for device in tf.config.list_physical_devices("GPU"):
-        with suppress(RuntimeError, ValueError):  # the GPU is in use, or has been divided into logical ones
-            tf.config.experimental.set_memory_growth(device, True)
 
 
 def local_model(model: Model, layout: Layout) -> keras.Model:

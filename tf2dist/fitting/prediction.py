@@ -25,7 +25,7 @@ from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
 from tf2dist.fitting.fit import with_value_errors
-from tf2dist.fitting.fit_run import as_public_error, leave_gpus_to_tasks, private_folder, run_tasks
+from tf2dist.fitting.fit_run import as_public_error, private_folder, run_tasks
 from tf2dist.fitting.ranges import DESCRIPTION, Ranges, range_size
 from tf2dist.fitting.request import Local
 from tf2dist.fitting.session import FitSession
@@ -96,7 +96,7 @@ def predict(
     refusals.check_data(x, "x")
     examples = inputs.training_examples(x, None, None, None)
 
-    leave_gpus_to_tasks()
+    request.leave_gpus_to_tasks()
     with private_folder() as job:
         tables = Tables(job / shipping.TABLES)
         sent = load_in_files(model, None, {}, tables) if isinstance(model, str | os.PathLike) else model

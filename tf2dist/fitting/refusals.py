@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.config.compose import PLUGIN_GROUPS
 from tf2dist.config.option import COMMAND_LINE
-from tf2dist.config.schema import OPTIONS
+from tf2dist.config.schema import MODES, OPTIONS
 from tf2dist.errors import FitError, kind_of
 from tf2dist.linux import free_memory
 from tf2dist.model import support
@@ -34,6 +34,13 @@ ALTERNATIVES = {
 # after a callback are compared with.
 COPIES = 4
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
+
+
+def check_mode(mode: Any) -> str:
+    """One of the three modes."""
+    if mode not in MODES:
+        raise FitError(f"mode ({mode}): must be 'async', 'sync' or 'sync_replicas'")
+    return str(mode)
 
 
 def check_numbers(**values: Any) -> None:
@@ -75,20 +82,16 @@ def is_function(data: Any) -> bool:
     return callable(data) and not hasattr(data, "__array__")
 
 
-def check_stream(load: Any, **array_arguments: Any) -> None:
-    """Refuses arguments that need arrays when `data=load` is given.
-
-    Args:
-        array_arguments: their values by name; None or False for one that is not given.
-
-    Raises:
-        FitError: naming the first.
-    """
+def check_stream(arguments: Any) -> None:
+    """Refuses arguments that need arrays when `data=load` is given; `arguments` are those of `fit`, checked."""
+    load = arguments.data
     if not callable(load):
         raise FitError(f"data: is {kind_of(load)}; give a function of a tf2dist.Shard that returns a tf.data.Dataset")
-    for name, value in array_arguments.items():
-        if value is not None and value is not False:
-            raise FitError(f"{name}: cannot be given together with data; {ALTERNATIVES[name]}")
+    for name, alternative in ALTERNATIVES.items():
+        value = getattr(arguments, name)
+        is_default = value is True if name == "shuffle" else value is None or (name == "validation_split" and not value)
+        if not is_default:
+            raise FitError(f"{name}: cannot be given together with data; {alternative}")
 
 
 def check_mode_of_stream(mode: str) -> None:

@@ -3,8 +3,9 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import keras
@@ -17,6 +18,7 @@ from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Layout, have_same_structure
+from tf2dist.data.splits import Splits, streamed
 from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
@@ -42,51 +44,113 @@ class Local:
     ps: int = 1
 
 
-def plan_of(
-    epochs: int,
-    initial_epoch: int,
-    steps_per_epoch: int | None,
-    validation_freq: Any,
-    validation_steps: int | None,
-    validation_batch_size: int | None,
-    shuffle: bool | str,
-) -> EpochPlan:
-    """The plan of the epochs.
+@dataclass(frozen=True)
+class FitArguments:
+    """The arguments of `fit`, in their order and with their defaults; `fit` says what they mean."""
 
-    Raises:
-        FitError: an argument is not one that `keras.Model.fit` takes.
-    """
-    refusals.check_numbers(
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        validation_steps=validation_steps,
-        validation_batch_size=validation_batch_size,
-    )
+    model: Model
+    x: Any = None
+    y: Any = None
+    batch_size: int | None = None
+    epochs: int = 1
+    verbose: str | int = "auto"
+    callbacks: Any = None
+    validation_split: float = 0.0
+    validation_data: Any = None
+    shuffle: bool | str = True
+    class_weight: Mapping[int, float] | None = None
+    sample_weight: Any = None
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: int | Sequence[int] = 1
+    _: KW_ONLY
+    data: Load | None = None
+    mode: str = "async"
+    cluster: Local | None = None
+    run_dir: str | os.PathLike[str] | None = None
+    seed: int = 0
+    options: Mapping[str, Any] | Sequence[str] | None = None
+
+    @property
+    def is_validated_on_stream(self) -> bool:
+        return refusals.is_function(self.validation_data)
+
+
+FitArguments.__init__.__qualname__ = "fit"  # as Python's errors about arguments name it
+NUMBERS = ("batch_size", "epochs", "steps_per_epoch", "validation_steps", "validation_batch_size")
+# What is accepted of others, and as what: a list of callbacks, the number of a level.
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "mode": refusals.check_mode,
+    "validation_freq": refusals.check_validation_freq,
+    "shuffle": refusals.check_shuffle,
+    "verbose": refusals.check_verbose,
+    "callbacks": refusals.check_callbacks,
+}
+
+
+def checked(arguments: FitArguments) -> FitArguments:
+    """The arguments, as far as each can be checked by itself."""
+    refusals.check_numbers(**{name: getattr(arguments, name) for name in NUMBERS})
     # Python's bool is an int, and `initial_epoch=True` is a mistake.
-    is_whole = isinstance(initial_epoch, int) and not isinstance(initial_epoch, bool)
-    if not is_whole or not 0 <= initial_epoch < epochs:
-        raise FitError(f"initial_epoch ({initial_epoch}): must be a whole number from 0 to {epochs - 1}")
-    return EpochPlan(
-        epochs=epochs,
-        initial_epoch=initial_epoch,
-        steps_per_epoch=steps_per_epoch,
-        validation_freq=refusals.check_validation_freq(validation_freq),
-        validation_batch_size=validation_batch_size,
-        validation_steps=validation_steps,
-        shuffle=refusals.check_shuffle(shuffle),
-    )
+    first, epochs = arguments.initial_epoch, arguments.epochs
+    if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < epochs:
+        raise FitError(f"initial_epoch ({first}): must be a whole number from 0 to {epochs - 1}")
+    return replace(arguments, **{name: check(getattr(arguments, name)) for name, check in CHECKS.items()})
 
 
-def with_batch_size(plan: EpochPlan, batch_size: int) -> EpochPlan:
-    """The plan with the batch size of the validation, where `validation_steps` needs one and none is given.
-
-    Args:
-        batch_size: of the training, which Keras then uses for the validation.
-    """
-    # Without validation_steps None stays: the cluster then validates in batches of whatever size is fast.
+def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tuple[Splits, EpochPlan]:
+    """The data to train and to validate on, and the plan of the epochs; sets the batch size of the configuration."""
+    plan = EpochPlan(**{field.name: getattr(arguments, field.name) for field in fields(EpochPlan)})
+    if arguments.data is None:
+        splits = _splits_of_arrays(arguments, config, num_workers)
+    else:
+        stream = _stream_of(arguments, arguments.data, config, num_workers)
+        validation = None if arguments.is_validated_on_stream else arguments.validation_data
+        splits = streamed(stream, None if validation is None else validation_arrays(stream.layout, validation))
+        plan = replace(plan, steps_per_epoch=plan.steps_per_epoch or steps_of(stream, config))
+        stream.repeats = plan.steps_per_epoch is not None
+    batch_size = config.train.batch_size_per_worker
+    if arguments.is_validated_on_stream:
+        leave_gpus_to_tasks()
+        first = Shard(0, num_workers, arguments.seed, batch_size)
+        splits = replace(
+            splits, validation_stream=validation_stream(splits.layout, arguments.validation_data, plan, first)
+        )
+    # As in Keras. Without validation_steps None stays: the cluster then validates in batches of whatever size is fast.
     if plan.validation_steps and not plan.validation_batch_size:
-        return replace(plan, validation_batch_size=batch_size)
-    return plan
+        plan = replace(plan, validation_batch_size=batch_size)
+    return splits, plan
+
+
+def _splits_of_arrays(arguments: FitArguments, config: RunConfig, num_workers: int) -> Splits:
+    train = training_set(arguments.x, arguments.y, arguments.sample_weight, arguments.class_weight)
+    validation_data, share = arguments.validation_data, arguments.validation_split
+    if arguments.is_validated_on_stream:
+        validation_data, share = None, 0.0
+    train, validation = validation_set(train, validation_data, share, arguments.class_weight is not None)
+    # Only now: without a batch size it depends on the number of examples that the validation set leaves.
+    config.train.batch_size_per_worker = inputs.batch_size_of(
+        arguments.batch_size, len(train), arguments.steps_per_epoch, config.batches_per_update(num_workers)
+    )
+    return Splits(train, validation, num_classes=None)
+
+
+def _stream_of(arguments: FitArguments, load: Load, config: RunConfig, num_workers: int) -> Stream:
+    refusals.check_mode_of_stream(arguments.mode)
+    refusals.check_stream(arguments)
+    batch_size = config.train.batch_size_per_worker = arguments.batch_size or inputs.DEFAULT_BATCH_SIZE
+    # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.
+    leave_gpus_to_tasks()
+    return Stream(name_of(load), load, num_workers, arguments.seed, batch_size)
+
+
+def leave_gpus_to_tasks() -> None:
+    """Makes this process take only as much of a GPU's memory as it needs; too late if TensorFlow already uses it."""
+    for device in tf.config.list_physical_devices("GPU"):
+        with suppress(RuntimeError, ValueError):  # the GPU is in use, or has been divided into logical ones
+            tf.config.experimental.set_memory_growth(device, True)
 
 
 def training_set(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Arrays:
