@@ -16,7 +16,6 @@ from tf2dist.cluster import reachability
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.location import check_shard
-from tf2dist.data.splits import Splits
 from tf2dist.errors import CheckpointError, Interrupted, reason_of
 from tf2dist.messages import Began, ToLauncher
 from tf2dist.model.source import plain_model
@@ -73,7 +72,7 @@ def run_task(context: TaskContext) -> None:
         linux.keep_freed_memory()
         serving.serve(cluster, task, server_config, run_dir, config.startup_timeout_secs, config.silence_secs)
         return
-    splits = source.load()
+    splits = context.splits
     if source.plan is None:  # `fit` takes small data, too, as Keras does: then a step is smaller than asked for
         check_shard(config.train.batch_size_per_worker, len(splits.train), cluster.num_workers)
     if task.job == "worker":
@@ -96,13 +95,13 @@ def run_task(context: TaskContext) -> None:
         return
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker.
-    train(context, splits, strategy)
+    train(context, strategy)
 
 
-def train(context: TaskContext, splits: Splits, strategy: tf.distribute.Strategy | None) -> None:
+def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None:
     """Trains to the result; `strategy` is that of the cluster if this task has joined it already."""
     config, cluster, task, source = context.config, context.cluster, context.task, context.source
-    run_dir, to_launcher = context.run_dir, context.to_launcher
+    splits, run_dir, to_launcher = context.splits, context.run_dir, context.to_launcher
 
     # The run directory, which the leader reads and writes for all tasks.
     start: Snapshot | Weights | None = None
@@ -127,7 +126,7 @@ def train(context: TaskContext, splits: Splits, strategy: tf.distribute.Strategy
             heartbeat.progress()
             reporter.on_progress(progress)
 
-        loop = LOOPS[config.mode](config, cluster, task, source, splits, start, on_progress, strategy)
+        loop = LOOPS[config.mode](context, start, on_progress, strategy)
         reporter.follow(loop)
         if task == cluster.leader:
             announce(loop, splits.note, run_dir, to_launcher)

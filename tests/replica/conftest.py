@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import slowness
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import context_of, run_config
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
 from tf2dist.linux import unused_ports
@@ -57,8 +57,6 @@ def coordinator_address(num_workers: int, num_ps: int) -> str:
 
 def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterator[Callable[..., Any]]:
     """Yields a function that makes loops of a mode; at the end waits for the work of the last loop."""
-    from tf2dist.model.source import RegisteredSource
-
     loops: list[Any] = []
 
     def make(
@@ -73,8 +71,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
         jobs = {job: cluster.cluster.jobs[job][:size] for job, size in sizes.items()}
         jobs["chief"] = (coordinator_address(num_workers, num_ps),)
         part, config.mode = replace(cluster.cluster, mode=mode, jobs=jobs), mode
-        source = source or RegisteredSource(config)
-        loops.append(build(config, part, COORDINATOR, source, source.load(), start, lambda progress: None))
+        loops.append(build(context_of(config, part, COORDINATOR, source), start, lambda progress: None))
         return loops[-1]
 
     yield make

@@ -9,7 +9,7 @@ import numpy as np
 
 import tf2dist
 from tests.replica.in_memory_source import InMemorySource
-from tests.replica.small_runs import run_config, source_and_splits
+from tests.replica.small_runs import run_config, sync_loop
 from tests.replica.test_epochs import regression
 from tests.replica.test_resume import arrived
 from tests.replica.test_streams import BATCH, of_generator, streamed
@@ -118,12 +118,8 @@ class Counted:
 def built(
     worker: SyncWorker, config: RunConfig, start: Snapshot | None = None, given: InMemorySource | None = None
 ) -> Any:
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     packing.LARGE_BYTES = 256  # so that the kernels travel alone, as those of large models do
-    source, splits = (given, given.load()) if given else source_and_splits(config)
-    mine, strategy = start if worker.index == 0 else None, worker.strategy
-    return SyncLoop.build(config, worker.cluster, worker.task, source, splits, mine, lambda progress: None, strategy)
+    return sync_loop(worker, config, given, start if worker.index == 0 else None)
 
 
 def of_model(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,8 +1,11 @@
 """Configurations that train in seconds, on the bundled digits."""
 
+from pathlib import Path
 from typing import Any
 
+from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import DataConfig, RunConfig, TrainConfig
+from tf2dist.messages import ToLauncher
 
 
 def run_config(
@@ -19,6 +22,25 @@ def run_config(
         optimizer={"name": optimizer, "learning_rate": 0.01},
         train=TrainConfig(batch_size_per_worker=batch_size, steps_per_execution=steps_per_execution),
     )
+
+
+def context_of(config: RunConfig, cluster: Cluster, task: Task, source: Any = None) -> Any:
+    """The context of a task that tells its launcher nothing; without a source that of the configuration."""
+    from tf2dist.model.source import RegisteredSource
+    from tf2dist.training.hooks import NoHooks
+    from tf2dist.training.setup import TaskContext
+
+    to_launcher = ToLauncher(str(task), lambda message: None)
+    source = source or RegisteredSource(config)
+    return TaskContext(config, cluster, task, source, Path(config.run_dir or ""), to_launcher, 0.0, NoHooks())
+
+
+def sync_loop(worker: Any, config: RunConfig, source: Any = None, start: Any = None, report: Any = None) -> Any:
+    """A loop of mode=sync on a `SyncWorker`; without a source it trains that of the configuration."""
+    from tf2dist.training.synchronous.sync_loop import SyncLoop
+
+    context = context_of(config, worker.cluster, worker.task, source)
+    return SyncLoop.build(context, start, report or (lambda progress: None), worker.strategy)
 
 
 def source_and_splits(config: RunConfig) -> tuple[Any, Any]:

@@ -273,15 +273,15 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         from dataclasses import replace
         import numpy as np
         from tensorflow.python.eager import context
-        from tests.replica.small_runs import run_config, source_and_splits
+        from tests.replica.small_runs import context_of, run_config
         from tf2dist.training.parameter_server import batches
         from tf2dist.training.parameter_server.async_loop import AsyncLoop
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         config = run_config(steps_per_execution=None)
-        source, splits = source_and_splits(config)
-        batches.publish(splits)
         cluster = replace(start_ps_cluster().cluster, shares_host=False)
-        loop = AsyncLoop.build(config, cluster, COORDINATOR, source, splits, None, lambda progress: None)
+        chief = context_of(config, cluster, COORDINATOR)
+        batches.publish(chief.splits)
+        loop = AsyncLoop.build(chief, None, lambda progress: None)
         # Each worker makes the functions of its pipeline in its own process.
         batches._published["tf2dist.train"](np.array([[0, 1]]), np.array(loop.sharding.order))
         known = context.context().list_function_names()

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, sync_loop
 from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.checkpoint.store import NoSaver
 from tf2dist.config.schema import RunConfig
@@ -171,12 +171,8 @@ def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[
 def train_in_sync(
     worker: SyncWorker, source: InMemorySource, batch_size: int
 ) -> tuple[dict[str, list[float]], list[np.ndarray]]:
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     config, hooks = config_of(batch_size), RecordingHooks()
-    loop = SyncLoop.build(
-        config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None, worker.strategy
-    )
+    loop = sync_loop(worker, config, source)
     drive(loop, source, hooks)
     return hooks.history(), weights_of(loop.model)
 
@@ -316,13 +312,9 @@ class Pausing(RecordingHooks):
 
 def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]:
     """The calls of a callback that ends the first epoch at a pause, and answers `end` at the end of that epoch."""
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     source, config = source_of("regression"), config_of(BATCH)
     hooks = Pausing({("pause", 0): Change(stop=True), ("epoch", 0): end})
-    loop = SyncLoop.build(
-        config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None, worker.strategy
-    )
+    loop = sync_loop(worker, config, source)
     drive(loop, source, hooks)
     return [(kind, epoch, step, sorted(logs)) for kind, epoch, step, logs in hooks.calls]
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tf2dist
 from tests.replica import own_steps  # noqa: F401  registers models
-from tests.replica.small_runs import run_config, source_and_splits, split_of
+from tests.replica.small_runs import run_config, source_and_splits, split_of, sync_loop
 from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import pipeline
@@ -296,15 +296,12 @@ def train(loop: Any) -> Training:
 
 def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str, Training]:
     """Trains with one configuration after another; returns the results by the names of the configurations."""
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     found = {}
     for name, config in configs.items():
         print("configuration", name, flush=True)  # pytest shows it if the training fails
         # All runs share one strategy: a new one would replace state of this worker to which another worker may already
         # be sending, and that worker would fail.
-        cluster, task, strategy = worker.cluster, worker.task, worker.strategy
-        loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)
+        loop = sync_loop(worker, config)
         found[name] = train(loop)
     return found
 

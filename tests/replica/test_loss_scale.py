@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config, source_and_splits
+from tests.replica.small_runs import run_config, sync_loop
 from tests.replica.test_like_keras import STEPS, first_layers, plain_keras, weights_of
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
@@ -80,14 +80,11 @@ def config_of(name: str, num_workers: int) -> RunConfig:
 
 def train_all(worker: SyncWorker) -> dict[str, dict[str, Any]]:
     """What each model is after all steps, the second half of them in a resumed run."""
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     found = {}
     for name in MODELS:
         config, start = config_of(name, worker.cluster.num_workers), None
         for until_step in (PAUSE, STEPS):
-            known = worker.cluster, worker.task, *source_and_splits(config)
-            loop = SyncLoop.build(config, *known, start, lambda _: None, worker.strategy)
+            loop = sync_loop(worker, config, start=start)
             loop.train(until_step)
             start = taken(loop)
         assert loop.progress.global_step == STEPS
@@ -169,11 +166,8 @@ def test_it_is_refused_with_parameter_servers(
 
 
 def train_locally(worker: SyncWorker) -> None:
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     config = replace(config_of("half", 1), algorithm=AlgorithmConfig(kind="local_sgd", local_steps=4))
-    known = worker.cluster, worker.task, *source_and_splits(config)
-    SyncLoop.build(config, *known, None, lambda _: None, worker.strategy)
+    sync_loop(worker, config)
 
 
 def test_it_is_refused_where_each_worker_takes_steps_of_its_own(sync_workers: SyncWorkers) -> None:

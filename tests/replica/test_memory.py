@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, sync_loop
 from tf2dist import registry
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import Arrays, Splits
@@ -35,22 +35,14 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
         The MB that training adds to the memory, the values of some images, and whether images are read in place.
     """
     from tf2dist.data import pipeline
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     before = own_mb()
     images, config = np.load(path, mmap_mode="r"), run_config()
     few = Arrays(images[:50], np.zeros(50, np.int32))
     train = Arrays(images[skipped:], np.zeros(len(images) - skipped, np.int32))
-    loop = SyncLoop.build(
-        config,
-        worker.cluster,
-        worker.task,
-        RegisteredSource(config),
-        Splits(train, few, few),
-        None,
-        lambda progress: None,
-        worker.strategy,
-    )
+    source = RegisteredSource(config)
+    source.load = lambda: Splits(train, few, few)  # type: ignore[method-assign]
+    loop = sync_loop(worker, config, source)
     loop.train(3)
     local_results, (iterator,) = loop._graphs._strategy.experimental_local_results, loop._graphs._feed.iterators
     batches = [local_results(next(iterator)[0])[0] for _ in range(3)]

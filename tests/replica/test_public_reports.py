@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.replica.in_memory_source import InMemorySource
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, sync_loop
 from tests.replica.traced_models import IN_ASYNC as TRACED_IN_ASYNC
 from tests.replica.traced_models import IN_SYNC as TRACED_IN_SYNC
 from tests.replica.traced_models import MODELS as TRACED_MODELS
@@ -256,15 +256,11 @@ def train(loop: Any) -> Training:
 
 
 def train_in_sync(worker: SyncWorker, names: list[str]) -> dict[str, Training]:
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     found = {}
     for name in names:
         print("model", name, flush=True)  # pytest shows it if the training fails
         source, config = source_of(name), run_config(batch_size=BATCH // 2, steps_per_execution=4)
-        loop = SyncLoop.build(
-            config, worker.cluster, worker.task, source, source.load(), None, lambda progress: None, worker.strategy
-        )
+        loop = sync_loop(worker, config, source)
         found[name] = train(loop)
     return found
 

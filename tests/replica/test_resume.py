@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config, source_and_splits
+from tests.replica.small_runs import run_config, sync_loop
 from tests.unit.test_saving import facts
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, of_description, pack, unpack
@@ -207,11 +207,8 @@ def sync_run(
 ) -> dict[str, Any]:
     """Continues from `start`, which only the first worker has; worker `stopper` soon asks for a stop."""
     from tf2dist.training.loop import PauseRequest
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
 
-    mine = start if worker.index == 0 else None
-    cluster, task, strategy = worker.cluster, worker.task, worker.strategy
-    loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), mine, lambda progress: None, strategy)
+    loop = sync_loop(worker, config, start=start if worker.index == 0 else None)
     request = PauseRequest.STOP if worker.index == stopper else PauseRequest.NOTHING
     requested = loop.train(until, lambda: request if loop.progress.global_step >= 10 else PauseRequest.NOTHING)
     snapshot = loop.snapshot()

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import run_config, source_and_splits
+from tests.replica.small_runs import run_config, sync_loop
 from tf2dist import data, registry
 from tf2dist.checkpoint.snapshot import Weights
 from tf2dist.config.schema import RunConfig
@@ -65,10 +65,7 @@ def own_examples(config: Any) -> data.Splits:
 
 
 def train(worker: SyncWorker, config: RunConfig) -> Any:
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
-    cluster, task, strategy = worker.cluster, worker.task, worker.strategy
-    loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)
+    loop = sync_loop(worker, config)
     loop.train(10)
     return [variable.numpy() for variable in loop.model.variables]
 

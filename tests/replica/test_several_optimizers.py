@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tf2dist
-from tests.replica.small_runs import assert_exact, run_config, source_and_splits
+from tests.replica.small_runs import assert_exact, run_config, source_and_splits, sync_loop
 from tests.replica.test_finished import snapshot_of
 from tests.replica.test_like_keras import assert_like, plain_keras, train, train_in_sync
 from tests.replica.test_resume import arrived, assert_same_arrays, taken
@@ -78,16 +78,13 @@ def test_one_worker_of_sync_replicas_equals_keras(replicas_loop: MakeLoop) -> No
 
 def train_in_turn(worker: SyncWorker, snapshot: Snapshot) -> tuple[dict[str, Any], Snapshot, Snapshot]:
     """What plain training gives; what a run that was asynchronous gives ten steps later; and then local SGD."""
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     found = train_in_sync(worker, {"several_optimizers": config_of(worker.cluster.num_workers)})
     ends = []
     for kind in ("plain", "local_sgd"):
         config = config_of(worker.cluster.num_workers)
         if kind == "local_sgd":
             config.algorithm = AlgorithmConfig(kind=kind, local_steps=4)
-        known = worker.cluster, worker.task, *source_and_splits(config)
-        loop = SyncLoop.build(config, *known, snapshot, lambda _: None, worker.strategy)
+        loop = sync_loop(worker, config, start=snapshot)
         before = taken(loop)
         assert_same_arrays(before, snapshot, STATE)
         loop.train(before.step + 10)

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.in_memory_source import RecordingHooks, weights_of
+from tests.replica.small_runs import sync_loop
 from tests.replica.test_epochs import SEED, assert_same, config_of, drive
 from tests.replica.test_streams import BATCH, Streamed, X, Y, drive_in_sync, streamed
 from tests.unit.test_saving import facts
@@ -21,7 +22,7 @@ from tf2dist.data.stream import UNKNOWN_STEPS, Reader, Shard, Stream, StreamShar
 from tf2dist.errors import DataError
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.training.loop import EPOCH_ARRAY, EpochPosition
+from tf2dist.training.setup import EPOCH_ARRAY, EpochPosition
 
 EPOCHS = 3
 # The batches of each worker in an epoch, of other sizes.
@@ -192,13 +193,10 @@ def test_synchronous_workers_end_an_epoch_with_the_first_of_them(sync_workers: S
 
 
 def in_parts(worker: SyncWorker) -> Any:
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
-    source, config, strategy = ending(of_unknown_length, 2), config_of(BATCH), worker.strategy
+    source, config = ending(of_unknown_length, 2), config_of(BATCH)
 
     def made(start: Any = None) -> Any:
-        known = config, worker.cluster, worker.task, source, source.load(), start, lambda progress: None
-        return SyncLoop.build(*known, strategy)
+        return sync_loop(worker, config, source, start)
 
     def ended(loop: Any) -> tuple[int, bool, int]:
         loop.train(1 << 40)

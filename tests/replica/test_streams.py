@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
+from tests.replica.small_runs import sync_loop
 from tests.replica.test_epochs import SEED, assert_same, config_of, drive, everything, regression, two_outputs
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Snapshot
@@ -114,12 +115,8 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
 
 
 def drive_in_sync(worker: SyncWorker, source: Streamed, start: Snapshot | None = None, until: int | None = None) -> Any:
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
-    config, hooks, strategy = config_of(BATCH), RecordingHooks(), worker.strategy
-    loop = SyncLoop.build(
-        config, worker.cluster, worker.task, source, source.load(), start, lambda progress: None, strategy
-    )
+    config, hooks = config_of(BATCH), RecordingHooks()
+    loop = sync_loop(worker, config, source, start)
     if until:
         loop.train(until)
         return loop.snapshot()

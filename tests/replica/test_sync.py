@@ -8,27 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import run_config, source_and_splits, split_of
+from tests.replica.small_runs import run_config, source_and_splits, split_of, sync_loop
 from tf2dist.config.schema import RunConfig
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
 
 
 def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
     """Trains as configured; returns the weights, losses and counts of the worker."""
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     losses = []
-    source, splits = source_and_splits(config)
-    loop = SyncLoop.build(
-        config,
-        worker.cluster,
-        worker.task,
-        source,
-        splits,
-        None,
-        lambda progress: losses.append(progress.loss),
-        worker.strategy,
-    )
+    loop = sync_loop(worker, config, report=lambda progress: losses.append(progress.loss))
     loop.train(steps)
     evaluation = loop.evaluate("test")
     return {
@@ -38,7 +26,7 @@ def train(worker: SyncWorker, config: RunConfig, steps: int) -> dict[str, Any]:
         "updates": loop.updates_applied(),
         "losses": losses,
         "evaluation": evaluation,
-        "predictions": loop.model(splits.test.x).numpy().argmax(-1),
+        "predictions": loop.model(source_and_splits(config)[1].test.x).numpy().argmax(-1),
     }
 
 
@@ -130,11 +118,9 @@ def graphs_of_the_step(worker: SyncWorker, configs: list[RunConfig]) -> list[str
 def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     import tensorflow as tf
 
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
     from tf2dist.training.synchronous.sync_step import SHARED
 
-    cluster, task, strategy = worker.cluster, worker.task, worker.strategy
-    loop = SyncLoop.build(config, cluster, task, *source_and_splits(config), None, lambda progress: None, strategy)
+    loop = sync_loop(worker, config)
     arguments = tf.constant(1), tf.zeros([SHARED]), *loop._graphs._feed.iterators
     traced = loop._graphs._take_steps.get_concrete_function(*arguments)
     return str(traced.graph.as_graph_def())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.replica.in_memory_source import InMemorySource
-from tests.replica.small_runs import run_config
+from tests.replica.small_runs import run_config, sync_loop
 from tests.replica.test_embedding_rows import BATCH, COLUMNS, OPTIMIZERS, ROWS, SPLITS, STEPS, by_keras, model_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.testing import SyncWorker, SyncWorkers
@@ -76,13 +76,10 @@ def config_of(batch_size: int = BATCH, optimizer: dict[str, Any] | None = None, 
 
 def train(worker: SyncWorker, runs: list[tuple[str, RunConfig]]) -> list[Training]:
     """Several runs in one life of the workers, which take seconds to start."""
-    from tf2dist.training.synchronous.sync_loop import SyncLoop
-
     trained = []
     for name, config in runs:
         source = InMemorySource(MODELS[name], SPLITS)
-        place = worker.cluster, worker.task
-        loop = SyncLoop.build(config, *place, source, SPLITS, None, lambda progress: None, worker.strategy)
+        loop = sync_loop(worker, config, source)
         loop.train(STEPS)
         weights = [v.numpy() for v in loop.model.trainable_variables]
         loss, paths = loop.evaluate("test").metrics["loss"], [table.path for table in loop.step.tables]

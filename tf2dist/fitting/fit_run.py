@@ -47,7 +47,7 @@ from tf2dist.model.source import EpochPlan, copies_of
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import StopRequest
 from tf2dist.tools.end_of_run import draw_training
-from tf2dist.training.loop import sharding_of
+from tf2dist.training.setup import sharding_of
 
 
 class History(dict[str, list[Any]]):

@@ -1,7 +1,7 @@
-"""Parts that all training loops share: their interface, progress, pauses, batches, and the steps of a call.
+"""Parts that all training loops share: their interface, progress, pauses, and the steps of a call.
 
-Requests pause the loops. The training set of a run is cut into batches according to its configuration and its plan. One
-call of TensorFlow executes enough steps to hide the cost of a call, and few enough to pause soon.
+Requests pause the loops. One call of TensorFlow executes enough steps to hide the cost of a call, and few enough to
+pause soon.
 """
 
 import abc
@@ -18,22 +18,17 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Facts, Frozen, InputFacts, Snapshot
-from tf2dist.checkpoint.state import Named, assign, finalize, has_sharding, input_position, names_by_row
+from tf2dist.checkpoint.state import assign, finalize
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.location import DEFAULT_EPOCHS
-from tf2dist.data.passes import AggregatedSharding, NumberedSteps, Sharding
-from tf2dist.data.splits import Splits
-from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
-from tf2dist.errors import ConfigError, NotFiniteError
+from tf2dist.data.passes import Sharding
+from tf2dist.errors import NotFiniteError
 from tf2dist.model.checks import advice_on
 from tf2dist.model.evaluate import Evaluation
 from tf2dist.model.source import EpochPlan
-from tf2dist.model.step import ModelStep
 from tf2dist.tf_internals import set_learning_rates
 from tf2dist.training.hooks import Change
-
-EPOCH_ARRAY = "epoch/position"  # the name of an `EpochPosition` in a snapshot
+from tf2dist.training.setup import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -97,119 +92,11 @@ class WorkersAway(Exception):
     """A stop is requested, and the workers make no progress with the calls that they were given."""
 
 
-def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, start: Snapshot | None) -> int:
-    """The global step at which the run ends.
-
-    Raises:
-        ConfigError: the run is already beyond train.steps.
-    """
-    step = start.step if start else 0
-    if plan:
-        # A callback may have ended the epochs of this run early, so the end follows from where its epoch began.
-        return max(step, EpochPosition.of(start, plan, sharding).end_of(plan.epochs - 1))
-    if config.train.steps is not None:
-        if config.train.steps < step:
-            raise ConfigError(
-                f"train.steps ({config.train.steps}): the run in run_dir is at step {step} already; ask for more, or "
-                "name another run_dir"
-            )
-        return config.train.steps
-    epochs = config.train.epochs or DEFAULT_EPOCHS.get(config.data.name, DEFAULT_EPOCHS["mnist"])
-    end = max(1, math.ceil(epochs * sharding.num_examples))
-    # A snapshot beyond the end has nothing left to train, as when the number of epochs was lowered.
-    steps = NumberedSteps(sharding, input_position(start, sharding)).steps_to(end)
-    return step + sharding.updates_in(steps)
-
-
-def steps_per_epoch(plan: EpochPlan, sharding: Sharding) -> int:
-    """The global steps of an epoch: as many as the plan asks for, or one pass over the data by the whole cluster."""
-    return plan.steps_per_epoch or sharding.updates_per_pass
-
-
-@dataclass(frozen=True)
-class EpochPosition:
-    """Where a run stands among its epochs.
-
-    Attributes:
-        epoch: the number of the epoch that is under way, or whose callbacks are still to be called.
-        first_step: the global step at which that epoch began.
-        num_steps: the steps of every epoch.
-    """
-
-    epoch: int
-    first_step: int
-    num_steps: int
-
-    @classmethod
-    def of(cls, start: Snapshot | None, plan: EpochPlan, sharding: Sharding) -> "EpochPosition":
-        """Where the run continues.
-
-        If an epoch has another number of steps than before, one that is a pass still ends with the pass, and any other
-        continues at the same fraction of it.
-        """
-        num_steps = steps_per_epoch(plan, sharding)
-        if start is None or EPOCH_ARRAY not in start.arrays:
-            return cls(plan.initial_epoch, start.step if start else 0, num_steps)
-        epoch, first_step, before = map(int, start.arrays[EPOCH_ARRAY])
-        done = start.step - first_step
-        if UNKNOWN_STEPS in (num_steps, before):
-            # An epoch that ends with the data has no fraction. One that had or gets a number begins again.
-            done = done if num_steps == before else 0
-        elif 0 < done < before and plan.steps_per_epoch is None and not has_sharding(start, sharding):
-            left = NumberedSteps(sharding, input_position(start, sharding)).to_pass_end
-            done = num_steps - sharding.updates_in(left)
-        else:
-            done = round(done * num_steps / before)
-        # The epoch is moved, not the step: the global step of a run must never change.
-        return cls(epoch, start.step - done, num_steps)
-
-    def end_of(self, epoch: int) -> int:
-        """The global step at which an epoch ends."""
-        return self.first_step + (epoch - self.epoch + 1) * self.num_steps
-
-    def next(self, step: int) -> "EpochPosition":
-        """The position in the next epoch, if this one ends at `step`: a callback may end it early."""
-        return EpochPosition(self.epoch + 1, step, self.num_steps)
-
-    def to_array(self) -> np.ndarray:
-        """For a snapshot."""
-        return np.array([self.epoch, self.first_step, self.num_steps])
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run that is ready for its first step.
-
-    Attributes:
-        sharding: how the training set is cut into batches.
-        target_step: the global step at which the run ends.
-        start: the snapshot that the run continues from; None for a new run.
-        step: the step of the model.
-        new_optimizer: makes an optimizer like that of the run, without its state.
-        earlier_updates: the updates that the optimizer had applied before this run.
-        named: the variables of the model and of the optimizers by their names in a snapshot.
-        restored_from: a line for the user about what was restored; empty for nothing.
-        note: for the user, about what differs from Keras in this mode; empty for nothing.
-        sizes: in examples, of the splits to evaluate.
-    """
-
-    sharding: Sharding
-    target_step: int
-    start: Snapshot | None
-    step: ModelStep
-    new_optimizer: Callable[[], keras.Optimizer]
-    earlier_updates: int
-    named: Named
-    restored_from: str
-    note: str
-    sizes: dict[str, int]
-
-
 class Loop(abc.ABC):
     """One task's view of the training.
 
-    Made with ``build(config, cluster, task, source, splits, start, report, strategy)``. `strategy` is that of the
-    synchronous cluster; if it is None, `build` connects to the servers of the cluster.
+    Made with ``build(context, start, report, strategy)``. `strategy` is that of the synchronous cluster; if it is None,
+    `build` connects to the servers of the cluster.
 
     Attributes:
         mode: the option.
@@ -230,12 +117,13 @@ class Loop(abc.ABC):
     progress: Progress
 
     def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
-        self.config, self.report, self.named, self.sizes = config, report, run.named, run.sizes
-        self.sharding, self.target_step = run.sharding, run.target_step
+        plan, values = run.plan, run.values
+        self.config, self.report, self.sizes = config, report, run.sizes
+        self.sharding, self.target_step = plan.sharding, plan.target_step
+        self.start = plan.start.without_variables() if plan.start else None
         self.step, self.model, self.metrics = run.step, run.step.model, run.step.metrics
-        self.by_row = names_by_row(run.named, run.step.tables)
+        self.named, self.by_row, self.restored_from = values.named, values.by_row, values.restored_from
         self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
-        self.restored_from, self.start = run.restored_from, run.start.without_variables() if run.start else None
         self.advice = advice_on(run.step, self.optimizer, run.note)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
@@ -371,27 +259,6 @@ class Loop(abc.ABC):
     @abc.abstractmethod
     def abandon(self, reason: str) -> None:
         """Tells the tasks that wait for this one, as far as they can be reached, that it has failed."""
-
-
-def sharding_of(
-    config: RunConfig, mode: str, splits: Splits, plan: EpochPlan | None, num_shards: int, batch_size: int
-) -> Sharding:
-    """How the training set is cut into batches, or how the batches of streams are counted; see `Sharding`.
-
-    Args:
-        mode: of the loop that takes the batches.
-        num_shards: workers, or with mode=sync replicas.
-        batch_size: of a shard.
-    """
-    shuffle = plan is None or plan.shuffle
-    if mode == "sync_replicas":
-        replicas = config.batches_per_update(num_shards)
-        return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
-    is_sync = mode == "sync"
-    if splits.stream:
-        assert plan, "streams come from a call of `fit`"
-        return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, config.seed, is_sync)
-    return Sharding(len(splits.train), batch_size, num_shards, config.seed, is_sync, shuffle)
 
 
 CALL_SECS = 0.4  # a request to stop or save waits for a call; longer ones make no run faster

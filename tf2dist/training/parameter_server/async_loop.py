@@ -16,16 +16,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot, Weights
-from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
+from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.model import support
 from tf2dist.model.checks import note_on_phases
 from tf2dist.model.evaluate import Evaluation, chunks
-from tf2dist.model.source import Source
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
@@ -45,6 +44,7 @@ from tf2dist.training.parameter_server.reading import PackedRead
 from tf2dist.training.parameter_server.schedule import POLL_SECS, AsyncScheduler, Scheduler, close_servers, results
 from tf2dist.training.parameter_server.server import NEVER
 from tf2dist.training.parameter_server.serving import send_shutdown
+from tf2dist.training.setup import TaskContext
 
 SHUTDOWN_TIMEOUT_SECS = 5.0
 LOOK_SECS = 1.0  # between two looks at the progress of an evaluation
@@ -61,7 +61,7 @@ class PsLoop(Loop):
     def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
         self.cluster, self._coordinator = cluster, run.coordinator
         self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
-        self.read_all = functools.cache(lambda: PackedRead(run.named, run.graphs.servers, self.by_row, config.run_dir))
+        self.read_all = functools.cache(lambda: PackedRead(self.named, run.graphs.servers, self.by_row, config.run_dir))
         graphs, self._stream = run.graphs, run.graphs.splits.validation_stream
         self._evaluate_function = functools.cache(
             graphs.evaluate_stream_function if self._stream else graphs.evaluate_function
@@ -80,17 +80,13 @@ class PsLoop(Loop):
     @classmethod
     def build(
         cls,
-        config: RunConfig,
-        cluster: Cluster,
-        task: Task,
-        source: Source,
-        splits: data.Splits,
+        context: TaskContext,
         start: Snapshot | Weights | None,
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> "PsLoop":
-        run = prepare(cls.rule(config, cluster), config, cluster, task, source, splits, start, strategy)
-        return cls(config, cluster, run, report)
+        config, cluster = context.config, context.cluster
+        return cls(config, cluster, prepare(cls.rule(config, cluster), context, start, strategy), report)
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied in the whole run; see `loop.Loop`."""
@@ -180,7 +176,7 @@ class AsyncRule(UpdateRule):
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = algorithm_of(config)
 
-    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
+    def check_model(self, name: str, step: ModelStep, splits: Splits) -> str:
         support.check_step(support.ASYNC, name, step)
         return note_on_phases(step)
 

@@ -10,22 +10,19 @@ import tensorflow as tf
 
 from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
-from tf2dist.checkpoint.state import earlier_updates, named_variables, names_by_row, restore, take_over
-from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import RunConfig
+from tf2dist.checkpoint.state import earlier_updates
 from tf2dist.data.passes import Sharding
 from tf2dist.model import support
 from tf2dist.model.evaluate import evaluated_sizes
-from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
 from tf2dist.model.shards import all_parts
-from tf2dist.model.source import Source, build_step
+from tf2dist.model.source import build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
-from tf2dist.training.loop import PreparedRun, sharding_of, target_step
 from tf2dist.training.parameter_server.counters import PsOrigin
 from tf2dist.training.parameter_server.graphs import GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.schedule import Scheduler
+from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext, choose_rows
 
 
 class UpdateRule(abc.ABC):
@@ -81,11 +78,7 @@ class PsRun(PreparedRun):
 
 def prepare(
     rule: UpdateRule,
-    config: RunConfig,
-    cluster: Cluster,
-    task: Task,
-    source: Source,
-    splits: data.Splits,
+    context: TaskContext,
     start: Snapshot | Weights | None,
     strategy: tf.distribute.ParameterServerStrategy | None = None,
 ) -> PsRun:
@@ -93,27 +86,22 @@ def prepare(
 
     Args:
         rule: when the ps apply an update.
-        task: the coordinator.
+        context: of the coordinator.
         strategy: None to join the cluster here.
-
-    Raises:
-        ConfigError: the run or the model cannot be trained in this mode.
     """
+    config, cluster, source, splits = context.config, context.cluster, context.source, context.splits
+
     # The plan of the run. A mistake in it is told before any other host is called.
-    batch_size = config.train.batch_size_per_worker
-    sharding = sharding_of(config, config.mode, splits, source.plan, cluster.num_workers, batch_size)
-    resumed = start if isinstance(start, Snapshot) else None
-    last_step = target_step(config, source.plan, sharding, resumed)
+    plan = RunPlan.of(context, config.mode, cluster.num_workers, config.train.batch_size_per_worker, start)
 
     # The cluster.
-    strategy = strategy or parameter_server_strategy(cluster, task)
+    strategy = strategy or parameter_server_strategy(cluster, context.task)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
     # The model, whose variables are created on the ps; each ps has an optimizer for its variables.
-    scope = placed(strategy, config.cluster, cluster.num_ps)
-    step, make_optimizer = build_step(source, splits, config, scope)
-    note = rule.check_model(source.name, step, splits)
-    optimizer = make_optimizer(last_step)
+    step, make_optimizer = build_step(source, splits, config, placed(strategy, config.cluster, cluster.num_ps))
+    notes = [rule.check_model(source.name, step, splits)]
+    optimizer = make_optimizer(plan.target_step)
     if isinstance(start, Weights):
         support.check_optimizer(support.INIT_FROM, optimizer)
     support.check_optimizer(rule.way, optimizer, step.trainable)
@@ -121,19 +109,17 @@ def prepare(
         support.check_step(support.PARTITIONED, source.name, step)
         for way in (support.PARTITIONED, *rule.ways_on_several_ps):
             support.check_optimizer(way, optimizer, step.trainable)
-    why_not = XLA_HAS_NO_ROWS if config.devices.xla else rule.why_no_rows(optimizer)
-    of_tables = choose_tables(source.name, step, optimizer, config.optimizer, why_not)
-    note = "; ".join(filter(None, (note, of_tables)))
-    origin = rule.origin(resumed, sharding, step.metrics.size)
-    earlier = earlier_updates(step.earlier_optimizer, resumed)
+    notes.append(choose_rows(context, step, optimizer, rule.why_no_rows(optimizer)))
+    origin = rule.origin(plan.start, plan.sharding, step.metrics.size)
+    earlier = earlier_updates(step.earlier_optimizer, plan.start)
     spec = GraphsSpec(
         config=config,
         step=step,
         make_optimizer=make_optimizer,
         splits=splits,
-        sharding=sharding,
+        sharding=plan.sharding,
         origin=origin,
-        total_steps=last_step,
+        total_steps=plan.target_step,
         plan=source.plan,
         earlier_updates=earlier,
     )
@@ -142,30 +128,23 @@ def prepare(
     print_bytes(step.variables, optimizers, cluster.num_ps)
 
     # The values of the snapshot, and the counts that go with them.
-    named = named_variables(step.model, step.variables, optimizers) | step.outside
-    by_row = names_by_row(named, step.tables)
-    if step.earlier_optimizer is not None:
-        take_over(named, step.model, step.variables, step.earlier_optimizer, by_row)
-    restored_from = restore(named, start, config, by_row)
+    values = StartValues.assigned(config, step, optimizers, start)
     graphs.restore(origin)
 
     # TensorFlow sends each new function to all hosts, and the whole process blocks if one of them is cut off.
     # So on many hosts every function is made before the training, also those of TensorFlow's own that copy what the ps
     # return, and those that a metric's result takes.
-    with tf.device(f"/job:{task.job}"):
+    with tf.device(f"/job:{context.task.job}"):
         graphs.read_counters()
     step.metrics.results(np.zeros(step.metrics.size))
     step.evaluated.results(np.zeros(step.evaluated.size))
     return PsRun(
-        sharding=sharding,
-        target_step=last_step,
-        start=resumed,
+        plan=plan,
         step=step,
         new_optimizer=graphs.new_optimizer,
         earlier_updates=earlier,
-        named=named,
-        restored_from=restored_from,
-        note=note,
+        values=values,
+        note="; ".join(filter(None, notes)),
         sizes=evaluated_sizes(splits.sizes(), graphs.evaluated_at_once, source.plan),
         coordinator=coordinator,
         scheduler=rule.scheduler_class(coordinator, graphs, cluster.num_workers, config.grace_secs),

@@ -9,15 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot, Weights
 from tf2dist.checkpoint.state import input_facts, values
-from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import NumberedSteps
+from tf2dist.data.splits import Splits
 from tf2dist.model.evaluate import Evaluation, chunks
-from tf2dist.model.source import Source
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals import counter_of
 from tf2dist.training.loop import (
@@ -29,6 +27,7 @@ from tf2dist.training.loop import (
     never,
     steps_in_call_secs,
 )
+from tf2dist.training.setup import TaskContext
 from tf2dist.training.synchronous.sync_setup import SyncRun, prepare
 from tf2dist.training.synchronous.workers import Workers
 
@@ -38,7 +37,7 @@ class SyncLoop(Loop):
 
     mode = "sync"
 
-    def __init__(self, config: RunConfig, run: SyncRun, splits: data.Splits, report: Report) -> None:
+    def __init__(self, config: RunConfig, run: SyncRun, splits: Splits, report: Report) -> None:
         self.cluster, self._workers = run.workers.cluster, run.workers
         self._splits, self._origin = splits, run.origin
         self._graphs, self._optimizer, self._feed = run.graphs, run.optimizer, run.feed
@@ -56,17 +55,13 @@ class SyncLoop(Loop):
     @classmethod
     def build(
         cls,
-        config: RunConfig,
-        cluster: Cluster,
-        task: Task,
-        source: Source,
-        splits: data.Splits,
+        context: TaskContext,
         start: Snapshot | Weights | None,
         report: Report,
         strategy: tf.distribute.MultiWorkerMirroredStrategy,
     ) -> "SyncLoop":
-        workers = Workers(cluster, task, strategy)
-        return cls(config, prepare(config, workers, source, splits, start), splits, report)
+        workers = Workers(context.cluster, context.task, strategy)
+        return cls(context.config, prepare(context, workers, start), context.splits, report)
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
         return (step - self._origin.earlier_steps,) * self._workers.count

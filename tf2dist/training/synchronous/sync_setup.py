@@ -17,18 +17,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist import data
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
     Named,
     assign,
     earlier_updates,
     input_position,
-    named_variables,
-    names_by_row,
-    restore,
     stream_positions,
-    take_over,
     values,
 )
 from tf2dist.config.schema import ALGORITHMS, AlgorithmConfig, RunConfig
@@ -39,13 +34,12 @@ from tf2dist.model import support
 from tf2dist.model.checks import check_batches
 from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.own_step import OwnStep
-from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
 from tf2dist.model.shards import read_piece, row_pieces
-from tf2dist.model.source import Source, build_step
+from tf2dist.model.source import build_step
 from tf2dist.model.step import ModelStep
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals import counters_of, inner_optimizers, trained_variables
-from tf2dist.training.loop import PreparedRun, sharding_of, target_step
+from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext, choose_rows
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import ArrayFeed, Feed
 from tf2dist.training.synchronous.sync_step import PhasedStep, SyncStep, gathers_one_length
@@ -58,19 +52,15 @@ OF_ALL = "random choices are the same everywhere if they come from random or num
 def synchronize_initial_state(
     config: RunConfig,
     splits: Splits,
-    named: Named,
-    by_row: Collection[str],
     optimizer: keras.Optimizer,
     workers: Workers,
+    named: Named,
+    by_row: Collection[str],
 ) -> None:
     """Compares what all workers have made, and gives all of them the weights of worker 0; to be called by all.
 
     Args:
         by_row: the names of tables; see `names_by_row`.
-
-    Raises:
-        DataError: a worker has other data than worker 0.
-        ConfigError: a worker has other variables, or another optimizer.
     """
     shapes = {name: [tuple(variable.shape) for variable in variables] for name, variables in named.items()}
     own = [_description_of(splits), str(sorted(shapes.items())).encode(), _description_of_optimizer(optimizer)]
@@ -190,44 +180,35 @@ class SyncRun(PreparedRun):
     graphs: SyncStep
 
 
-def prepare(
-    config: RunConfig, workers: Workers, source: Source, splits: data.Splits, start: Snapshot | Weights | None
-) -> SyncRun:
+def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | None) -> SyncRun:
     """Builds the model on every worker, with the same values everywhere; to be called by all of them.
 
     Args:
         start: what the leader has read; those of the other workers are ignored.
-
-    Raises:
-        ConfigError: the run or the model cannot be trained synchronously, or is not the same on all workers.
-        DataError: the data is not the same on all workers.
     """
+    config, source, splits = context.config, context.source, context.splits
+
     # What all workers share: the snapshot that the leader has read, the plan of the run, the connections.
     batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
     replicas = workers.num_replicas
-    sharding = sharding_of(config, "sync", splits, source.plan, replicas, batch_size)
     start = workers.broadcast_start(start)
-    resumed = start if isinstance(start, Snapshot) else None
-    origin = Origin.of(resumed, sharding, workers.count)
-    last_step = target_step(config, source.plan, sharding, resumed)
+    plan = RunPlan.of(context, "sync", replicas, batch_size, start)
+    origin = Origin.of(plan.start, plan.sharding, workers.count)
     all_reduce = workers.all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
 
     # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
     # all that it does in a single process. What must be equal everywhere is made so here and in each step.
     step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
-    _check(source.name, config, step, sharding, replicas)
-    note = check_batches(source.name, step, splits) if replicas > 1 else ""
-    new_optimizer = functools.partial(make_optimizer, last_step)
+    _check(source.name, config, step, plan.sharding, replicas)
+    notes = [check_batches(source.name, step, splits) if replicas > 1 else ""]
+    new_optimizer = functools.partial(make_optimizer, plan.target_step)
     optimizer = new_optimizer()
     if isinstance(start, Weights):
         support.check_optimizer(support.INIT_FROM, optimizer)
     optimizer.build(step.trainable)
     graph_class = step_class(source.name, config.algorithm, step)
-    why_not = _why_no_rows(
-        config, optimizer, graph_class, bool(splits.stream) and gathers_one_length(workers, all_reduce)
-    )
-    of_tables = choose_tables(source.name, step, optimizer, config.optimizer, why_not)
-    note = "; ".join(filter(None, (note, of_tables)))
+    has_any_batches = bool(splits.stream) and gathers_one_length(workers, all_reduce)
+    notes.append(choose_rows(context, step, optimizer, _why_no_rows(config, optimizer, graph_class, has_any_batches)))
     graph_class.check(source.name, config, workers, splits, step, optimizer)
     has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if has_scale:
@@ -235,15 +216,10 @@ def prepare(
     else:  # the step divides the gradients by the loss scale before they are summed, so the optimizer must not
         step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
-    # The same values everywhere: those of worker 0, then those of a compiled model's optimizer, then those of the
-    # snapshot, which is younger.
-    named = named_variables(step.model, step.variables, [optimizer]) | step.outside
-    by_row = names_by_row(named, step.tables)
-    synchronize_initial_state(config, splits, named, by_row, optimizer, workers)
-    if step.earlier_optimizer is not None:
-        take_over(named, step.model, step.variables, step.earlier_optimizer, by_row)
-    restored_from = restore(named, start, config, by_row)
-    earlier = earlier_updates(step.earlier_optimizer, resumed)
+    # The same values everywhere.
+    synchronize = functools.partial(synchronize_initial_state, config, splits, optimizer, workers)
+    values = StartValues.assigned(config, step, [optimizer], start, synchronize)
+    earlier = earlier_updates(step.earlier_optimizer, plan.start)
     # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
     for counter in counters_of(optimizer) if not has_scale else []:
         counter.assign(origin.step + earlier)
@@ -252,20 +228,17 @@ def prepare(
     if splits.stream:
         feed: Feed = graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
     else:
-        feed = ArrayFeed(workers, splits.train, sharding, origin.begin)
+        feed = ArrayFeed(workers, splits.train, plan.sharding, origin.begin)
     graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, Stragglers(config))
-    graphs.restore(resumed.arrays if resumed else {})
-    at_once = chunk_size(sharding.batch_size, step, source.plan)
+    graphs.restore(plan.start.arrays if plan.start else {})
+    at_once = chunk_size(plan.sharding.batch_size, step, source.plan)
     return SyncRun(
-        sharding=sharding,
-        target_step=last_step,
-        start=resumed,
+        plan=plan,
         step=step,
         new_optimizer=new_optimizer,
         earlier_updates=earlier,
-        named=named,
-        restored_from=restored_from,
-        note=note,
+        values=values,
+        note="; ".join(filter(None, notes)),
         sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
         workers=workers,
         origin=origin,
@@ -301,8 +274,6 @@ def _why_no_rows(
     Args:
         has_any_batches: whether batches are of any sizes, and TensorFlow gathers.
     """
-    if config.devices.xla:
-        return XLA_HAS_NO_ROWS
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return "a LossScaleOptimizer looks at all gradients of an update"
     if graph_class is not SyncStep:
