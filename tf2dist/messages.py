@@ -81,21 +81,21 @@ class ProgressMessage(TaskMessage):
 
 @dataclass(frozen=True)
 class Status(TaskMessage):
-    """What goes on, until there is progress to show."""
+    """The present activity, shown until there is progress to show."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Note(TaskMessage):
-    """What stays to be read, on a terminal too."""
+    """A line that stays to be read, on a terminal too."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Warned(TaskMessage):
-    """What the user should know."""
+    """A warning for the user."""
 
     text: str
 
@@ -131,7 +131,7 @@ class HookCall(TaskMessage):
 
 @dataclass(frozen=True)
 class ResultMessage(TaskMessage):
-    """What summary.json is to hold."""
+    """The content of summary.json."""
 
     summary: dict[str, Any]
 
@@ -153,7 +153,7 @@ class PeerGone:
 
 @dataclass(frozen=True)
 class HookAnswer:
-    """What the caller of `fit` wants after the `HookCall` of this number; () and "": as it is.
+    """The wish of the caller of `fit` after the `HookCall` of this number; () and "": as it is.
 
     Attributes:
         stop: the training ends.
@@ -194,7 +194,7 @@ DROPPABLE = Alive | ProgressMessage
 
 
 class ToLauncher:
-    """What a task says to its launcher.
+    """The way from a task to its launcher.
 
     Args:
         task: who speaks.
@@ -226,7 +226,7 @@ def metrics_text(metrics: dict[str, Any]) -> str:
 
 
 class MessageError(ValueError):
-    """What has come is no message that may come."""
+    """A message that may not come."""
 
 
 def pack(message: Any) -> bytes:

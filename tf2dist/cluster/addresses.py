@@ -55,11 +55,7 @@ def resolve(host: str, port: int) -> list[Endpoint]:
 
 
 def resolve_own(cluster: Cluster, task: Task, port: int) -> list[Endpoint]:
-    """The addresses of this host's own task, with another port.
-
-    Raises:
-        TaskLostError: its name is unknown; worth a retry, since a name may be published later.
-    """
+    """The addresses of this host's own task, with another port."""
     host, _ = split(cluster.address(task))
     try:
         return resolve(host, port)
@@ -109,11 +105,7 @@ def is_public(ip: Ip) -> bool:
 
 
 def check_not_public(cluster: Cluster, task: Task, *, allow_public: bool) -> None:
-    """Refuses an address that can be reached from the internet, unless the user allows it.
-
-    Raises:
-        ClusterError: the task's own address is public, and that is not allowed.
-    """
+    """Refuses an address that can be reached from the internet, unless the user allows it."""
     host, _ = split(cluster.address(task))
     public = [ip for ip in ips_of(host) if is_public(ip)]
     if public and not allow_public:
@@ -179,24 +171,14 @@ def check_control_ports(cluster: Cluster, shift: int) -> None:
 
 
 def listen_at_control_port(cluster: Cluster, task: Task, shift: int) -> socket.socket:
-    """Listens at the task's own address alone, or at all addresses if this host does not have it (behind a proxy).
-
-    Raises:
-        ClusterError: the port is taken.
-        TaskLostError: the name is unknown.
-    """
+    """Listens at the task's own address alone, or at all addresses if this host does not have it (behind a proxy)."""
     _, port = control_address(cluster.address(task), shift)
     # The addresses are tried in order, so the port is open at all addresses only if no other way is left.
     return _listen_at(cluster.label(task), [*_reachable(cluster, task, port), (socket.AF_INET, ("", port))])
 
 
 def listen_at_own(cluster: Cluster, task: Task) -> socket.socket:
-    """Listens at a free port of the task's own address, which the kernel chooses.
-
-    Raises:
-        ClusterError: the address is not one of this host.
-        TaskLostError: the name is unknown.
-    """
+    """Listens at a free port of the task's own address, which the kernel chooses."""
     return _listen_at(cluster.label(task), _reachable(cluster, task, 0))
 
 
@@ -205,9 +187,6 @@ def _listen_at(name: str, candidates: list[Endpoint]) -> socket.socket:
 
     Args:
         name: of the task, for errors.
-
-    Raises:
-        ClusterError: none of them is, or the port is taken.
     """
     # The name may also stand for addresses that are not this host's; the kernel refuses those.
     for family, address in candidates:

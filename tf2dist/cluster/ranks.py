@@ -136,11 +136,7 @@ def _check_counts(config: RunConfig, count: int, rank: int, names: Names) -> Non
 
 
 def with_ports(addresses: Sequence[str], control_port_shift: int, first: int = 0) -> list[str]:
-    """The same as "host:port"; the tasks of a host that have no port get the next ports, in the order of the list.
-
-    Raises:
-        ClusterError: a host has more tasks than there are ports.
-    """
+    """The same as "host:port"; the tasks of a host that have no port get the next ports, in the order of the list."""
     ready = []
     count = num_ports(control_port_shift)
     on_host: Counter[str] = Counter()

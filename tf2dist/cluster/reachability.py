@@ -76,9 +76,6 @@ def wait_for_own_name(
     Args:
         notify: takes a line for the user every few seconds.
         must_lead_here: whether the address is checked; otherwise a proxy may lead from there to here.
-
-    Raises:
-        TaskLostError: it cannot be resolved within `timeout_secs`.
     """
     # In Kubernetes the name of a pod is published only some seconds after the pod has started, and until then leads to
     # the pod that it replaces.
@@ -110,11 +107,7 @@ def _is_own(ip: Ip) -> bool:
 
 
 def check_no_alias(cluster: Cluster, task: Task, timeout_secs: float, notify: Callable[[str], None]) -> None:
-    """Checks that no other task has this task's address under another name; names that are still unknown pass.
-
-    Raises:
-        ClusterError: two tasks have the same address and port.
-    """
+    """Checks that no other task has this task's address under another name; names that are still unknown pass."""
     # In Kubernetes a new pod may have the address of one that is gone, to which the name of that one leads for a while.
     host, _ = split(cluster.address(task))
     wait = Wait(timeout_secs if _is_name_of_this_host(host) else 0.0, notify, FIRST_LINE_SECS)
@@ -168,12 +161,7 @@ def ask_all(question: Callable[[Task], Answer], tasks: Iterable[Task], secs: flo
 
 
 def check_own_address(cluster: Cluster, task: Task) -> None:
-    """Checks the task's address before TensorFlow uses it, since TensorFlow's error does not say what is wrong.
-
-    Raises:
-        ClusterError: it is not an address of this host, or its port is taken.
-        TaskLostError: its name is unknown.
-    """
+    """Checks the task's address before TensorFlow uses it, since TensorFlow's error does not say what is wrong."""
     _, port = split(cluster.address(task))
     name = cluster.label(task)
     errors = [_bind_error(family, address) for family, address in resolve_own(cluster, task, port)]
@@ -227,9 +215,6 @@ def wait_for_peers(
     Args:
         notify: takes a line for the user every few seconds.
         on_round: called after every round of probes, about ten times a second.
-
-    Raises:
-        TaskLostError: some did not within `timeout_secs`; the message names them and says why.
     """
     wait = Wait(timeout_secs, notify)
     # Tasks that have been found are not probed again: each probe is a connection that the other side must handle.

@@ -60,11 +60,7 @@ def has_peers(environ: Mapping[str, str]) -> bool:
 
 
 def nodes_in(text: str) -> list[str]:
-    """The names in a node list such as "login,gpu[08-11,20]-rack[1-2]".
-
-    Raises:
-        ClusterError: it cannot be read.
-    """
+    """The names in a node list such as "login,gpu[08-11,20]-rack[1-2]"."""
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(parts) != text:
         _refuse(NODES, text, "must be a list such as node[01-04,07],gpu1")
@@ -90,11 +86,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def counts_in(text: str) -> list[int]:
-    """The numbers of tasks in a text such as "2(x3),1", one for each node.
-
-    Raises:
-        ClusterError: it cannot be read.
-    """
+    """The numbers of tasks in a text such as "2(x3),1", one for each node."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)

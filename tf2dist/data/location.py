@@ -62,11 +62,7 @@ def _digits() -> DataConfig:
 
 
 def mnist_dir(config: DataConfig) -> Path:
-    """The folder in which tensorflow-datasets keeps its data sets.
-
-    Raises:
-        DataError: its path begins with ~, and this user has no home directory.
-    """
+    """The folder in which tensorflow-datasets keeps its data sets."""
     asked = config.dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     if folder := expand(asked):
         return folder
@@ -85,20 +81,12 @@ def mnist_files(folder: Path) -> tuple[Path, Path] | None:
 
 
 def num_examples(file: Path) -> int:
-    """How many examples a TFRecord file of MNIST holds, as recorded by tensorflow-datasets beside it.
-
-    Raises:
-        DataError: that cannot be read.
-    """
+    """How many examples a TFRecord file of MNIST holds, as recorded by tensorflow-datasets beside it."""
     return _split_info(file)[0]
 
 
 def check_mnist(file: Path) -> None:
-    """Checks a TFRecord file as far as that is possible without reading all of it.
-
-    Raises:
-        DataError: it cannot be read, or is shorter than its examples.
-    """
+    """Checks a TFRecord file as far as that is possible without reading all of it."""
     _, num_bytes = _split_info(file)
     try:
         with file.open("rb") as opened:
@@ -171,11 +159,7 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
 
 
 def check_batch_size(config: RunConfig, num_workers: int) -> None:
-    """Checks, for data of known size, that every worker's share of the training set fills at least one batch.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Checks, for data of known size, that every worker's share of the training set fills at least one batch."""
     total, taken = NUM_TRAIN.get(config.data.name), config.data.num_validation
     if total is not None and taken >= total:
         raise ConfigError(

@@ -23,9 +23,6 @@ def decoded(path: Path) -> Arrays:
     """The images and labels of a TFRecord file: decoded once for each user, then mapped from a cache.
 
     Decoding 60,000 PNG images would take a second in every worker. Without a cache that can be written, it does.
-
-    Raises:
-        DataError: the file is damaged.
     """
     try:
         folder = _cache_folder(path)
@@ -80,11 +77,7 @@ def _mapped(folder: Path) -> Arrays:
 
 
 def _decode(path: Path) -> Arrays:
-    """The images and labels of a TFRecord file of tensorflow-datasets.
-
-    Raises:
-        DataError: it is damaged, or does not hold as many examples as it should.
-    """
+    """The images and labels of a TFRecord file of tensorflow-datasets."""
     expected = location.num_examples(path)
     try:
         arrays = _decode_records(path)

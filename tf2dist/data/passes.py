@@ -108,7 +108,7 @@ class Sharding:
         return ExampleOrder(self.num_examples, self.seed, self.shuffle)
 
     def share(self, first: tf.Tensor, last: tf.Tensor, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What a replica gets of the range of a step: its first example, and how many; of the same type as the range.
+        """The part of a replica in the range of a step: its first example, and how many; of the same type as the range.
 
         The examples of a step that is not full are divided evenly.
         """
@@ -131,7 +131,7 @@ class AggregatedSharding(Sharding):
     def of(
         cls, num_examples: int, batch_size: int, num_shards: int, seed: int, shuffle: bool, replicas: int
     ) -> "AggregatedSharding":
-        """See `Sharding`; `replicas`: the batches of an update."""
+        """Makes one, with the arguments of `Sharding`; `replicas`: the batches of an update."""
         odd = replicas if replicas != num_shards else None
         return cls(num_examples, batch_size, num_shards, seed, True, shuffle, odd)
 
@@ -146,7 +146,7 @@ class AggregatedSharding(Sharding):
 
 @dataclass(frozen=True)
 class InputPosition:
-    """What is still to be seen of the sequence of examples.
+    """The part of the sequence of examples that is still to be seen.
 
     Attributes:
         next: all examples from this one on.
@@ -237,7 +237,7 @@ class NumberedSteps:
 
 
 def ranges_to_pass_end(begin: InputPosition, num_examples: int) -> tuple[list[Range], int]:
-    """What is to be seen before the first whole pass, in ranges of one pass each; and the number of that pass."""
+    """The ranges to be seen before the first whole pass, in one pass each; and the number of that pass."""
     whole = -(-begin.next // num_examples)
     ranges = []
     for first, last in [*begin.unseen, (begin.next, whole * num_examples)]:

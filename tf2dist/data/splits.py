@@ -13,7 +13,7 @@ from tf2dist.errors import DataError, kind_of
 
 @dataclass(frozen=True)
 class NoiselessLabels:
-    """What made-up test examples come from: `y` without noise, and the standard deviation of the normal noise in it."""
+    """The origin of made-up test examples: `y` without noise, and the standard deviation of the normal noise in it."""
 
     y: np.ndarray
     noise: float
@@ -50,12 +50,12 @@ class Splits:
 
     @property
     def layout(self) -> Layout:
-        """That of the training set."""
+        """The layout of the training set."""
         return self.stream.layout if self.stream else self.train.layout
 
     @property
     def evaluated_layout(self) -> Layout:
-        """That of the splits that can be evaluated; beside the weights of the examples it is that of the training."""
+        """The layout of the splits that can be evaluated; beside the weights of the examples it is that of the training."""
         if self.validation_stream:
             return self.validation_stream.layout
         # A split without examples, which is false, says nothing.
@@ -83,9 +83,6 @@ def checked(name: str, splits: Splits) -> Splits:
 
     Args:
         name: of the data, for messages.
-
-    Raises:
-        DataError: a split is not as `Arrays` describes it, or has another structure than the training set.
     """
     num_classes = splits.num_classes
     train = _checked(f"{name}: train", splits.train, num_classes)

@@ -96,7 +96,7 @@ class Stream:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Of an example, as the dataset of worker 0 describes it.
+        """The layout of an example, as the dataset of worker 0 describes it.
 
         Raises:
             DataError: see `dataset`.
@@ -114,7 +114,7 @@ class Stream:
         return f"{self._shown}: shard {index} of {self.count}"
 
     def dataset(self, index: int) -> tf.data.Dataset:
-        """What the function makes for one worker; it is called once for each.
+        """The dataset that the function makes for one worker; it is called once for each.
 
         Raises:
             DataError: it fails, or gives no dataset of batches.
@@ -135,7 +135,7 @@ class Stream:
         return dataset
 
     def num_batches(self) -> list[int]:
-        """Of each worker in a pass over its data; negative if TensorFlow does not know it, or it has no end."""
+        """The batches of each worker in a pass over its data; negative if TensorFlow does not know it, or it has no end."""
         return [int(self.dataset(index).cardinality()) for index in range(self.count)]
 
     def batches(self, index: int, first: int) -> tf.data.Dataset:
@@ -143,9 +143,6 @@ class Stream:
 
         A number that is counted over several passes is found without reading whole passes again, if TensorFlow knows
         how many batches a pass has.
-
-        Raises:
-            DataError: see `dataset`, or its examples are not those of worker 0.
         """
         if not self.repeats:
             return self._pass(index).skip(first).prefetch(READ_AHEAD)
@@ -155,11 +152,7 @@ class Stream:
         return self._pass(index).repeat().skip(position).prefetch(READ_AHEAD)
 
     def one_pass(self, index: int) -> Iterator[list[np.ndarray]]:
-        """The leaves of each batch of one worker.
-
-        Raises:
-            DataError: they cannot be read.
-        """
+        """The leaves of each batch of one worker."""
         with tf.device("CPU:0"):
             batches = iter(self._pass(index).prefetch(READ_AHEAD).as_numpy_iterator())
         while True:
@@ -172,7 +165,7 @@ class Stream:
             yield list(leaves)
 
     def unreadable(self, index: int, error: Exception) -> DataError:
-        """What to raise where a batch of a worker cannot be read."""
+        """The error to raise where a batch of a worker cannot be read."""
         traceback.print_exc()  # the log gets everything
         return DataError(f"{self.shown(index)}: {_told_by(error)}")
 

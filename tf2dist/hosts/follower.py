@@ -26,7 +26,7 @@ MAX_DENIALS = 3  # in a row: a leader that ends in the middle of a handshake loo
 
 
 class Follower:
-    """See `meeting.Role`."""
+    """The side of a task that is not the leader, a `meeting.Role`."""
 
     def __init__(self, membership: Membership, links: Links) -> None:
         self._membership, self._links = membership, links

@@ -36,9 +36,6 @@ def identity_of(
     Args:
         task: if it is a ps, which reads no data, the data of its host is not compared.
         fit: the arguments of a call of `fit`, as JSON values; None for the command line.
-
-    Raises:
-        ConfigError: a plugin cannot be read.
     """
     return Identity(
         cluster={job: cluster.jobs[job] for job in sorted(cluster.jobs)},
@@ -146,12 +143,7 @@ NO_TOKEN_KEY = hashlib.sha256(b"tf2dist: a job without a token").digest()
 
 
 def job_key(environ: Mapping[str, str], cluster: Cluster, warn: Callable[[str], None]) -> bytes:
-    """The key of the job's control connections; without a token a public one, which only prevents accidents.
-
-    Raises:
-        ClusterError: the token is too short, or its file is missing or accessible to others. The group may read it:
-            Kubernetes mounts a Secret with mode 0440, owned by root and the pod's group.
-    """
+    """The key of the job's control connections; without a token a public one, which only prevents accidents."""
     token = _token(environ)
     if token is not None:
         return hashlib.sha256(b"tf2dist token\0" + token.encode()).digest()
@@ -190,6 +182,7 @@ def _read(path: str) -> str:
             token = file.read().decode().strip()  # editors and openssl end the file with a newline
     except UnicodeDecodeError:
         raise ClusterError(f"{name}: is not text; make one with: openssl rand -hex 32") from None
+    # The group may: Kubernetes mounts a Secret with mode 0440, owned by root and the group of the pod.
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ClusterError(f"{name}: others can read or write it (mode {mode & 0o777:04o}); chmod o= {path}")
     return token

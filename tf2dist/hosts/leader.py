@@ -48,7 +48,7 @@ class Member:
 
 
 class Leader:
-    """See `meeting.Role`.
+    """The side of the leader, a `meeting.Role`.
 
     The owner of a connection is the missing task whose address we have dialed, or the `Member` that has joined by it.
     """

@@ -1,4 +1,4 @@
-"""What one process knows in a meeting: its task, its findings, and lines and events to pass on."""
+"""The knowledge of one process in a meeting: its task, its findings, and lines and events to pass on."""
 
 import os
 import queue

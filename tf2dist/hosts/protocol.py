@@ -61,7 +61,7 @@ class HoldingJob:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be equal on every host of a job.
+    """The facts that must be equal on every host of a job.
 
     Attributes:
         versions: by the name of the package.

@@ -147,7 +147,7 @@ def on_one_line(text: str, encoding: str) -> str:
 
 
 def fitted(parts: Sequence[str], width: int) -> str:
-    """As many parts as fit into so many columns: the first, the last, and then the others in their order."""
+    """The parts that fit into so many columns: the first, the last, and then the others in their order."""
     from rich.cells import cell_len, set_cell_size
 
     shown: list[int] = []

@@ -232,7 +232,7 @@ class RestartPolicy:
         self.restarts = 0
 
     def decide(self, failure: FailureRecord) -> RestartDecision:
-        """What to do about a failure; counts the restart, if it is one."""
+        """Decides what to do about a failure; counts the restart, if it is one."""
         # An error of the training code or of the request, or a loss that is not finite, would come back.
         if failure.exit_code not in LOSSES or self.restarts >= self._max_restarts:
             return RestartDecision.FAIL

@@ -224,9 +224,6 @@ def _run(
 
     Args:
         variables: of the environment.
-
-    Raises:
-        subprocess.TimeoutExpired: it has not ended in time.
     """
     environment = {**child_environment(), LOG_LEVEL: "3", **variables}
     command = code_command(ENDS_WITH_DOCTOR + code, *arguments)

@@ -106,9 +106,6 @@ class Launcher:
 
         Args:
             check: called several times a second; an exception that it raises ends the wait.
-
-        Raises:
-            TaskLostError: they cannot within `START_TIMEOUT_SECS`.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECS
         while not self.ready:
@@ -177,7 +174,7 @@ class Launcher:
             yield event
 
     def log_of(self, name: str) -> str:
-        """What the task has written since it was started."""
+        """The output of a task since it was started."""
         path = log_path(self.log_dir, name)
         return path.read_bytes()[self._log_starts.get(name, 0) :].decode(errors="replace") if path.exists() else ""
 
@@ -191,11 +188,7 @@ class Launcher:
         return _runs(self.tasks.get(name, 0))
 
     def give_up_on(self, name: str) -> NoReturn:
-        """Kills everything, since a task that was killed `KILL_TIMEOUT_SECS` ago is not reported as ended.
-
-        Raises:
-            TaskLostError: always.
-        """
+        """Kills everything, since a task that was killed `KILL_TIMEOUT_SECS` ago is not reported as ended."""
         killed = f"{name}, killed {KILL_TIMEOUT_SECS:.0f} s ago"
         server_runs = _runs(self._server.pid)
         self._kill_server()
@@ -210,12 +203,7 @@ class Launcher:
         self._server.kill()
 
     def _give_up(self) -> NoReturn:
-        """Kills everything, since the fork server has ended.
-
-        Raises:
-            TaskLostError: it was killed.
-            TrainingError: it failed by itself, and would fail again.
-        """
+        """Kills everything, since the fork server has ended."""
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):  # the socket may close before the process has ended
             code = self._server.wait(SERVER_CHECK_SECS)
@@ -239,11 +227,7 @@ class Launcher:
                 (os.kill if alone else os.killpg)(pid, signum)
 
     def kill_all(self) -> list[Event]:
-        """Kills every task; returns the messages that came before all had ended.
-
-        Raises:
-            TaskLostError: a task does not end.
-        """
+        """Kills every task; returns the messages that came before all had ended."""
         deadline = time.monotonic() + KILL_TIMEOUT_SECS
         events: list[Event] = []
         for name in list(self.tasks):

@@ -74,7 +74,7 @@ class Tasks:
 
 @dataclass
 class Attempt:
-    """What has happened since all tasks were last started together.
+    """The events since all tasks were last started together.
 
     Attributes:
         summary: the leader's result; empty until it comes.
@@ -154,13 +154,7 @@ class Monitor:
         self._watchdog.check(self._phase() is Phase.DONE, self._lost_peers)
 
     def _answer(self) -> None:
-        """Goes on with the stop, or deals with new failures.
-
-        Raises:
-            TaskFailure: a task failed for good.
-            Interrupted: the stop is over.
-            TaskLeft: the task of this host has ended alone.
-        """
+        """Goes on with the stop, or deals with new failures."""
         if self._phase() is Phase.STOPPING:
             signum = self._shutdown.advance(self._tasks.names, self._tasks.leader)
             if signum and (self._launcher.tasks or self._attempt.failures):  # otherwise all were done before it came
@@ -171,11 +165,7 @@ class Monitor:
             self._shutdown.leave(self._tasks.names[0])
 
     def _set_exit_deadline(self) -> None:
-        """Sets the time by which the other tasks must end, once the leader has ended.
-
-        Raises:
-            TaskLostError: the leader, on another host, finished long ago.
-        """
+        """Sets the time by which the other tasks must end, once the leader has ended."""
         leader = self._tasks.leader
         if self._tasks.has_leader:
             if leader not in self._launcher.tasks or self._watchdog.records[leader].kill:
@@ -281,11 +271,7 @@ class Monitor:
         return can_lose(self._mode, job) and (job == "evaluator" or code in LOSSES)
 
     def _restart_or_fail(self) -> None:
-        """Deals with the failures since the last call.
-
-        Raises:
-            TaskFailure: no restart helps.
-        """
+        """Deals with the failures since the last call."""
         self._wait_for_root_failure()
         failures = self._attempt.failures
         if self._phase() is not Phase.RUNNING:

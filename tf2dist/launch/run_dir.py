@@ -28,9 +28,6 @@ def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
 
     Args:
         kind: in the name of a new folder in `outputs`; None for the mode.
-
-    Raises:
-        ConfigError: it cannot be created or used.
     """
     name = config.run_dir or "outputs"
     with files.raising(f"run_dir ({name}): cannot be written", "name another directory", also=(ValueError,)):
@@ -64,11 +61,7 @@ def _new_default_dir(outputs: Path, kind: str, model: str) -> Path:
 
 
 def _check_access(run_dir: Path, name: str) -> None:
-    """Checks that this user may write to what another run has left, which may have been of root in a container.
-
-    Raises:
-        ConfigError: it may not; names the first file or folder.
-    """
+    """Checks that this user may write to what another run has left, which may have been of root in a container."""
     for path in (*(run_dir / name for name in (*FOLDERS, *FILES)), *(run_dir / "logs").glob("*.log")):
         access = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
         # By default `access` asks for the real user, and files are opened as the effective one.
@@ -80,7 +73,7 @@ def _check_access(run_dir: Path, name: str) -> None:
 
 
 def how_to_go_on(run_dir: Path, in_python: bool) -> str:
-    """What the user adds to the command, or to the call of `fit`, to go on with the run."""
+    """The words for what the user adds to the command, or to the call of `fit`, to go on with the run."""
     return f"add run_dir={json.dumps(str(run_dir), ensure_ascii=False) if in_python else shlex.quote(str(run_dir))}"
 
 
@@ -94,11 +87,7 @@ def log_path(log_dir: Path, name: str) -> Path:
 
 
 def open_log(log_dir: Path, name: str) -> int:
-    """Opens the log of a process, and returns its descriptor.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Opens the log of a process, and returns its descriptor."""
     with files.raising(
         f"run_dir ({log_dir.parent}): logs/{name}.log cannot be written", "make room, or name another directory"
     ):
@@ -117,9 +106,6 @@ class Lock:
 
         The lock belongs to a file and not to its path. If somebody removes the directory, another run can make a new
         one in its place and lock that, and then each of the two would remove or replace the other's results.
-
-        Raises:
-            TrainingError: another run has done so.
         """
         with contextlib.suppress(FileNotFoundError):  # removed, but no other run has come
             if not os.path.samestat((self.run_dir / ".lock").lstat(), os.fstat(self.file.fileno())):
@@ -135,9 +121,6 @@ def locked(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
 
     Args:
         option: the one that has named the directory, for the message.
-
-    Raises:
-        ConfigError: another run has locked it, or its lock file cannot be opened.
     """
     with contextlib.ExitStack() as stack:
         with files.raising(f"{option} ({run_dir}): .lock in it cannot be opened", "name another directory"):

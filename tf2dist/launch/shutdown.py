@@ -60,11 +60,7 @@ class Shutdown:
         return self.may_leave and self._stop.signum == signal.SIGTERM
 
     def leave(self, task: str) -> None:
-        """Ends the task of this host alone if a signal asks for that; to be called several times a second.
-
-        Raises:
-            TaskLeft: it has ended.
-        """
+        """Ends the task of this host alone if a signal asks for that; to be called several times a second."""
         if not self._is_leaving:
             return
         # If all tasks are told to stop, the leader needs the workers to save, and the hosts do not learn of it at once.

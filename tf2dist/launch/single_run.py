@@ -95,11 +95,7 @@ def check_local(config: RunConfig) -> None:
 
 
 def check_simulated(config: RunConfig, cluster: Cluster) -> None:
-    """Checks that there are as many delays as workers, and that there is the worker that pauses.
-
-    Raises:
-        ConfigError: there are not.
-    """
+    """Checks that there are as many delays as workers, and that there is the worker that pauses."""
     names = [str(task) for task in cluster.training_tasks]
     delays, pause = config.simulate.delay_secs, config.simulate.parsed_pause
     if delays and len(delays) != len(names):
@@ -115,11 +111,7 @@ def check_simulated(config: RunConfig, cluster: Cluster) -> None:
 
 
 def check_size(config: RunConfig, cluster: Cluster) -> None:
-    """Checks that the configuration fits into the one packet to a task, and that tasks may open the files they need.
-
-    Raises:
-        ConfigError: it would be too long, or they may not.
-    """
+    """Checks that the configuration fits into the one packet to a task, and that tasks may open the files they need."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
         raise ConfigError(
@@ -134,12 +126,7 @@ def check_size(config: RunConfig, cluster: Cluster) -> None:
 
 
 def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> None:
-    """Checks the job token and the addresses of the cluster; waits until this host knows its own task's name.
-
-    Raises:
-        ClusterError: this task cannot run here.
-        TaskLostError: its name is not known on this host within `startup_timeout_secs`.
-    """
+    """Checks the job token and the addresses of the cluster; waits until this host knows its own task's name."""
     check_control_ports(cluster, config.cluster.control_port_shift)
     job_key(os.environ, cluster, warn=lambda _: None)  # only checked here; the meeting gives its warning
     checked = config.cluster.check_address
@@ -212,9 +199,6 @@ def start_run(
     Args:
         name: of the primary configuration file.
         overrides: of the command line, from which Hydra has composed.
-
-    Raises:
-        RequestError: it cannot be run; nothing has been trained.
     """
     config, place = checked(composed, os.environ)
     config.run_dir = run_dir_of(composed, config)
@@ -248,11 +232,7 @@ def start_run(
 
 
 def run_dir_of(composed: DictConfig, config: RunConfig) -> str | None:
-    """The directory of a run, which has two names: ours and Hydra's.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """The directory of a run, which has two names: ours and Hydra's."""
     if as_written(composed.hydra.run)["dir"] == "${run_dir}":
         return config.run_dir
     hydra_dir = setting(composed, "hydra.run.dir")

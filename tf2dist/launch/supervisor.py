@@ -147,9 +147,6 @@ def note_begin(run: HostRun, lock: Lock | None) -> None:
     """Writes this run's configuration into the run directory, and removes an earlier run's summary and picture.
 
     Called once training can begin: a run that fails before that leaves the earlier result alone.
-
-    Raises:
-        TrainingError: another run has the directory now, and the summary may be that one's.
     """
     if lock:
         lock.check()
@@ -169,11 +166,7 @@ def check_saved(summary: dict[str, Any], advice: str) -> None:
 
 
 def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> None:
-    """Writes summary.json, whole or not at all.
-
-    Raises:
-        TrainingError: it cannot be written, or another run has the directory now.
-    """
+    """Writes summary.json, whole or not at all."""
     # A list of counts, which may have a thousand, on one line. Texts hold no line breaks in JSON.
     text = re.sub(r"\[\n[\d,\s]+\]", lambda counts: as_json(json.loads(counts[0])), as_json(summary, indent=2))
     try:

@@ -84,11 +84,7 @@ def launch(
     run_job: RunJob,
     signals: Signals,
 ) -> int | None:
-    """Runs the jobs until the last one ends, or until a signal ends those that run; returns that signal.
-
-    Raises:
-        ConfigError: the launcher or the sweeper fails before a job does.
-    """
+    """Runs the jobs until the last one ends, or until a signal ends those that run; returns that signal."""
     # A job in this process raises the signal that has stopped it; one in another process is sent the signal.
     passing_on = contextlib.nullcontext() if is_basic(composed, "launcher") else signals.passed_on()
     number = None
@@ -121,9 +117,6 @@ def sweep_dir(folder: Path, jobs: list[Job]) -> Iterator[None]:
     """Makes and locks the folder of a sweep, with a record of each job that is known already.
 
     The folder is accessible by its owner alone.
-
-    Raises:
-        ConfigError: it cannot be used, or has jobs of another sweep; nothing has been made.
     """
     for job in jobs:
         check_same(folder / job.folder, job.config, f"{OPTION} ({folder}): {job.folder} in it", False)
@@ -147,9 +140,6 @@ def check_same(run_dir: Path, config: RunConfig, name: str, has_data: bool) -> N
     Args:
         name: of the folder, for the message.
         has_data: whether it has been decided which data is used.
-
-    Raises:
-        ConfigError: the run there has another configuration.
     """
     try:
         with files.open_to_read(run_dir / "config.yaml") as file:

@@ -33,7 +33,7 @@ SIGNALLED = (129, 130, 143)  # exit codes of a job that was stopped, and has sav
 
 @dataclass(frozen=True)
 class Failed:
-    """What a job returns to the sweeper instead of its accuracy; an exception would end the sweep."""
+    """The value that a job returns to the sweeper instead of its accuracy; an exception would end the sweep."""
 
     exit_code: int
 

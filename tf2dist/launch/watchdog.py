@@ -21,7 +21,7 @@ SILENT_SECS = 2.5  # a task reports every second
 
 
 class Clock(Protocol):
-    """What the module `time` offers; a parameter, so that a test can pass a clock of its own."""
+    """The functions of the module `time`; a parameter, so that a test can pass a clock of its own."""
 
     def monotonic(self) -> float:
         """Seconds since some moment in the past; never goes back."""
@@ -274,9 +274,6 @@ class Watchdog:
         Args:
             is_over: whether the run has its result: then a killed task that does not end does not matter.
             lost_peers: the tasks of other hosts that are gone, and why.
-
-        Raises:
-            TaskLostError: a killed task does not end.
         """
         self._kill_lost()
         if not is_over:

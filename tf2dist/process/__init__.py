@@ -1,1 +1,1 @@
-"""What a task's own process owns: devices, strategies, signals, signs of life."""
+"""The parts of a task's own process: devices, strategies, signals, signs of life."""

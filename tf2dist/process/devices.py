@@ -57,9 +57,6 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task) -> tf.compat.
 
     Returns:
         The same choice for `tf.distribute.Server`, which ignores `tf.config`.
-
-    Raises:
-        ConfigError: more of a GPU was asked for than there is.
     """
     server_config = tf.compat.v1.ConfigProto()
     num_gpus = claim_gpus(config, cluster, task, server_config)

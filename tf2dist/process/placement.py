@@ -42,7 +42,7 @@ class InitialRows:
 
     @classmethod
     def of(cls, initial_value: object, dtype: Any) -> "InitialRows | None":
-        """Of a new variable, from the value and the type that Keras gives TensorFlow.
+        """The rows of a new variable, from the value and the type that Keras gives TensorFlow.
 
         None if it is drawn at once: no matrix of float32, not larger than a piece, or of an unknown initializer.
         """
@@ -82,7 +82,7 @@ class InitialRows:
 
 
 def _draw(initializer: keras.Initializer) -> Draw | None:
-    """As the initializers of Keras and the functions of TensorFlow that they call; None for one that is not known."""
+    """A function that draws as an initializer of Keras does; None for one that is not known."""
     kind, seed = type(initializer), seed_of(initializer)
     if kind in (keras.initializers.Zeros, keras.initializers.Ones):
         return lambda first, number: initializer([number], "float32")

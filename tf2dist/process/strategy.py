@@ -96,10 +96,6 @@ def multi_worker_mirrored_strategy(
         heartbeat_secs: a worker without a sign of life for this long is lost to the others; a link that
             was cut and recovers earlier does no harm. TensorFlow's default is 10 s. It must be longer than the
             launchers' limit for silence, or the survivors fail before the launcher knows which task was lost.
-
-    Raises:
-        TaskLostError: names the workers that did not come within `timeout_secs`.
-        ConfigError: the workers have different numbers of GPUs.
     """
     leader = cluster.leader
     num_tasks = {job: len(addresses) for job, addresses in cluster.tf_jobs().items()}

@@ -70,18 +70,11 @@ class Tables:
 
         Args:
             rows: an array in the table's shape, or a dataset in a file.
-
-        Raises:
-            OSError: the file cannot be written.
         """
         self._map(table, self._write(table, rows))
 
     def write_into(self, weights: Path) -> None:
-        """Writes the tables into the HDF5 file of the model that was saved, in place of their numbers.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the tables into the HDF5 file of the model that was saved, in place of their numbers."""
         with h5py.File(weights, "r+") as file:
             for place, (variable, number) in self._places.items():
                 del file[place]
@@ -190,11 +183,7 @@ def large_table_of(layer: keras.Layer) -> keras.Variable | None:
 
 
 def put(variable: keras.Variable, rows: np.ndarray) -> bool:
-    """Gives a variable its value if it is a table in a file; otherwise returns False.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Gives a variable its value if it is a table in a file; otherwise returns False."""
     tables = _used.get()
     if tables is None or not tables.has(variable):
         return False
@@ -229,7 +218,7 @@ def _method(kind: type, name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _variables_by_key(owner: Any) -> dict[str, keras.Variable]:
-    """What Keras saves of an optimizer or an Embedding, under its keys; empty for one that does more than look up."""
+    """The variables that Keras saves of an optimizer or an Embedding, under its keys; empty for one that does more than look up."""
     if isinstance(owner, keras.Optimizer):
         return {str(number): variable for number, variable in enumerate(owner.variables)}
     table = table_of(owner)
