@@ -55,7 +55,7 @@ class Splits:
 
     @property
     def evaluated_layout(self) -> Layout:
-        """The layout of the splits that can be evaluated; beside the weights of the examples it is that of the training."""
+        """The layout of splits that are evaluated; beside the weights of the examples it is that of the training."""
         if self.validation_stream:
             return self.validation_stream.layout
         # A split without examples, which is false, says nothing.

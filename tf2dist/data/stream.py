@@ -135,7 +135,7 @@ class Stream:
         return dataset
 
     def num_batches(self) -> list[int]:
-        """The batches of each worker in a pass over its data; negative if TensorFlow does not know it, or it has no end."""
+        """The batches of each worker in a pass; negative if TensorFlow does not know, or there is no end."""
         return [int(self.dataset(index).cardinality()) for index in range(self.count)]
 
     def batches(self, index: int, first: int) -> tf.data.Dataset:

@@ -218,7 +218,7 @@ def _method(kind: type, name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _variables_by_key(owner: Any) -> dict[str, keras.Variable]:
-    """The variables that Keras saves of an optimizer or an Embedding, under its keys; empty for one that does more than look up."""
+    """Variables that Keras saves of an optimizer or an Embedding, by its keys; none if it does more than look up."""
     if isinstance(owner, keras.Optimizer):
         return {str(number): variable for number, variable in enumerate(owner.variables)}
     table = table_of(owner)
