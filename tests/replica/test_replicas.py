@@ -94,6 +94,24 @@ def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps:
     assert loop.progress.loss < 2.2
 
 
+def test_another_rule_makes_steps_of_fewer_gradients(replicas_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how many are enough; the other ps make their steps of the same ones."""
+    from tf2dist.training.parameter_server.sync_replicas import SyncReplicasRule
+    from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer
+
+    class ThreeThenTwo(DecidingServer):
+        def is_complete(self, count: tf.Tensor) -> tf.Tensor:
+            return count == 3 - self.step.read_value() % 2
+
+    monkeypatch.setattr(SyncReplicasRule, "server_class", ThreeThenTwo)
+    loop = replicas_loop(replicas_config(), num_workers=4, num_ps=2)
+    loop.train(40)
+    counts = loop._graphs.deciding.counts()
+    assert (counts.step, counts.aggregated.sum()) == (40, 20 * 3 + 20 * 2)
+    assert [int(server.step) for server in loop._graphs.servers] == [40, 40]
+    assert loop.progress.loss < 2.2
+
+
 def test_a_worker_gives_several_gradients_to_a_step(replicas_loop: MakeLoop) -> None:
     """With 6 gradients to a step each of 3 workers gives 2, so a step equals one of 6 workers."""
     loop = replicas_loop(replicas_config(6, steps_per_execution=4), num_workers=3, num_ps=1)

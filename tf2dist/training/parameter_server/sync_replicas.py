@@ -53,8 +53,8 @@ class SyncReplicasGraphs(PsGraphs):
 
     servers: Sequence[DecidingServer | FollowingServer]
 
-    def __init__(self, spec: GraphsSpec, replicas: int) -> None:
-        self.replicas = replicas
+    def __init__(self, spec: GraphsSpec, replicas: int, server_class: type[DecidingServer]) -> None:
+        self.replicas, self._server_class = replicas, server_class
         super().__init__(spec)
 
     def restore(self, origin: SyncReplicasOrigin) -> None:
@@ -71,7 +71,7 @@ class SyncReplicasGraphs(PsGraphs):
         pairs = zip(self.step.tables, numbers, strict=True)
         of_parts = {id(part): number for table, number in pairs for part in parts_of(table)}
         (first, own), *others = [(part, [of_parts[id(table)] for table in part.tables]) for part in parts]
-        self.deciding = DecidingServer(first, self.replicas, own)
+        self.deciding = self._server_class(first, self.replicas, own)
         self.following = [FollowingServer(*other) for other in others]
         self.servers = [self.deciding, *self.following]
 
@@ -186,6 +186,7 @@ class SyncReplicasRule(UpdateRule):
     """An update is the mean of the first K gradients of a step.
 
     Attributes:
+        server_class: of the ps that decides.
         replicas: K.
 
     Raises:
@@ -194,6 +195,7 @@ class SyncReplicasRule(UpdateRule):
 
     way, scheduler_class = support.SYNC_REPLICAS, SyncReplicasScheduler
     ways_on_several_ps = (support.SEVERAL_PS, support.SYNC_REPLICAS_ON_SEVERAL_PS)
+    server_class = DecidingServer
 
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self.replicas = config.batches_per_update(cluster.num_workers)
@@ -212,7 +214,7 @@ class SyncReplicasRule(UpdateRule):
         return "global_clipnorm is the norm of all gradients together" if clips else ""
 
     def make_graphs(self, spec: GraphsSpec) -> SyncReplicasGraphs:
-        return SyncReplicasGraphs(spec, self.replicas)
+        return SyncReplicasGraphs(spec, self.replicas, self.server_class)
 
     def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> SyncReplicasOrigin:
         return SyncReplicasOrigin.of(start, sharding)

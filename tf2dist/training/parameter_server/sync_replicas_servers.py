@@ -74,10 +74,10 @@ class DecidingServer(AggregatingServer):
     """The ps that counts the steps and decides which gradients are in them; it tells who pulls which made the last.
 
     Attributes:
-        quota: how many gradients a worker may give to one step.
+        replicas: the gradients that make a step, at most.
+        quota: how many of them a worker may give.
 
     Args:
-        replicas: the gradients that make a step.
         num_lookups: see `AggregatingServer`.
     """
 
@@ -85,7 +85,7 @@ class DecidingServer(AggregatingServer):
         self.pull_layout = PullLayout(spec.variables, spec.tables, spec.num_workers)
         self.exact_layout = PullLayout(spec.variables, num_workers=spec.num_workers)
         self.push_layout = GradientLayout(spec.variables, 2 + spec.num_metrics, spec.tables)
-        self._replicas = replicas
+        self.replicas = replicas
         self.quota = -(-replicas // spec.num_workers)
         with tf.device(spec.device):
             self._limit = tf.Variable(CLOSED, dtype=tf.int64, trainable=False, name="limit")
@@ -175,10 +175,14 @@ class DecidingServer(AggregatingServer):
         tf.cond(is_open, _branch(take_or_drop), _branch(tf.no_op))
 
     def _take(self, gradient: Parcel, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
-        """Takes a gradient, of which the K-th makes the step."""
+        """Takes a gradient, and makes the step if it is complete with this one."""
         count = self._counters.take(worker, step, self.quota)
-        complete = _branch(lambda: self._complete(gradient, rows, step))
-        tf.cond(count == self._replicas, complete, _branch(lambda: self._keep(gradient, rows, count)))
+        complete = _branch(lambda: self._complete(gradient, rows, count, step))
+        tf.cond(self.is_complete(count), complete, _branch(lambda: self._keep(gradient, rows, count)))
+
+    def is_complete(self, count: tf.Tensor) -> tf.Tensor:
+        """Whether so many gradients make the step."""
+        return count == self.replicas
 
     def _keep(self, gradient: Parcel, rows: list[RowGradient], count: tf.Tensor) -> None:
         """Keeps a gradient for the step, as number `count` of it."""
@@ -197,13 +201,13 @@ class DecidingServer(AggregatingServer):
         for kept, own in zip(self._kept_rows, rows, strict=True):
             kept.keep(count - 1, *own)
 
-    def _complete(self, gradient: Parcel, rows: list[RowGradient], step: tf.Tensor) -> None:
+    def _complete(self, gradient: Parcel, rows: list[RowGradient], count: tf.Tensor, step: tf.Tensor) -> None:
         """Makes the step of the last gradient and of those that were kept."""
-        if self._replicas == 1:
+        if self.replicas == 1:
             self._make_step(gradient, rows, step)
             return
         sums = [total.read_value() + one for total, one in zip(self._total, gradient, strict=True)]
-        before = tf.range(self._replicas) < self._replicas - 1
+        before = tf.range(self.replicas, dtype=tf.int64) < count - 1
         rows_of_all = [kept.sum_of(before, own) for kept, own in zip(self._kept_rows, rows, strict=True)]
         self._make_step(sums, rows_of_all, step)
 
