@@ -17,9 +17,10 @@ from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks, support
+from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.evaluate import chunk_size
 from tf2dist.model.source import EpochPlan, MakeOptimizer, build_step, plain_model
-from tf2dist.model.step import ModelStep, StepOutput
+from tf2dist.model.step import Step, StepOutput
 
 layers = keras.layers
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy
@@ -30,7 +31,7 @@ def dense(outputs: int = 10) -> keras.Model:
     return keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(outputs)])
 
 
-def built(make: Callable[[], keras.Model]) -> tuple[ModelStep, MakeOptimizer]:
+def built(make: Callable[[], keras.Model]) -> tuple[Step, MakeOptimizer]:
     """The step of a model for the digits; each of its outputs is trained to predict the class."""
     digits = load_digits(run_config().data)
     has_two_outputs = len(make().outputs) == 2
@@ -443,7 +444,7 @@ def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
     examples = data.Arrays(x, y, draw.uniform(0.5, 2.0, 100).astype("float32"))
     model = keras.Sequential([keras.Input([4]), layers.Dense(3, "softmax")])
     compiled(model, "categorical_crossentropy", metrics=all_metrics(), weighted_metrics=all_metrics())
-    step = ModelStep(model, examples.layout)
+    step = CompiledStep(model, examples.layout)
     support.check_step(support.ALL, "given", step)
     evaluate, sums = step.evaluate_function(), np.zeros(1 + step.metrics.size)
     for part in (examples[:7], examples[7:64], examples[64:]):

@@ -20,7 +20,7 @@ from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.errors import ConfigError
 from tf2dist.model import builtin
 from tf2dist.model.source import build_step, built_model
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.tf_internals import seeds_of
 
@@ -376,13 +376,13 @@ def test_a_model_that_assigns_trained_weights_is_refused_with_async(async_loop: 
         async_loop(config_of("spectral"))
 
 
-def step_of(model: str) -> tuple[ModelStep, data.Splits]:
+def step_of(model: str) -> tuple[Step, data.Splits]:
     config = config_of(model)
     source, splits = source_and_splits(config)
     return build_step(source, splits, config, contextlib.nullcontext())[0], splits
 
 
-def loss_of(step: ModelStep, leaves: list[tf.Tensor], place: tuple[int, int] = (0, 0)) -> float:
+def loss_of(step: Step, leaves: list[tf.Tensor], place: tuple[int, int] = (0, 0)) -> float:
     """The loss of a step, which is traced again; `place` is the worker and the number of its step."""
     place_tensor = tf.constant(place, tf.int64)
     traced = tf.function(lambda: step(*step.values(), leaves, place_tensor), autograph=False)

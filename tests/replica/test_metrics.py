@@ -15,7 +15,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model.source import build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 
 N = 60
 RNG = np.random.default_rng(3)
@@ -122,7 +122,7 @@ def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
         np.testing.assert_allclose(results[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
-def metric_sums(step: ModelStep, part: Arrays) -> np.ndarray:
+def metric_sums(step: Step, part: Arrays) -> np.ndarray:
     sums: np.ndarray = step.evaluate(*step.values(), [tf.constant(leaf) for leaf in part.leaves]).numpy()
     return sums
 

@@ -16,8 +16,9 @@ from tf2dist import data, registry
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.model import builtin, checks, support
+from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.source import build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.training.synchronous.sync_setup import _check
 
 layers = keras.layers
@@ -59,7 +60,7 @@ def register() -> Iterator[Callable[[registry.Registry, Any], None]]:
         yield register_as_mine
 
 
-def build_mine() -> ModelStep:
+def build_mine() -> Step:
     """Builds the model that is registered as "mine" for the digits, with its checks."""
     source, splits = source_and_splits(run_config("mine"))
     return build_step(source, splits, run_config("mine"), contextlib.nullcontext())[0]
@@ -148,7 +149,7 @@ def check_synchronously(examples: int, *, xla: bool) -> None:
     model.compile("sgd", "sparse_categorical_crossentropy")
     config = run_config()
     config.devices.xla = xla
-    step = ModelStep(model, source_and_splits(config)[1].layout)
+    step = CompiledStep(model, source_and_splits(config)[1].layout)
     sharding: Any = SimpleNamespace(num_examples=examples, step_size=60)
     _check("mine", config, step, sharding, 3)
 

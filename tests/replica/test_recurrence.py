@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tf2dist.data import Arrays
+from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.recurrence import decay_of, recurrence_of
-from tf2dist.model.step import ModelStep
 
 Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 # The expected factor, and the new state from the old one and an input.
@@ -111,7 +111,7 @@ def test_the_momentum_of_batch_normalization_is_found(dtype: str) -> None:
     model = keras.Sequential([keras.Input([4]), norms[0], layers.Dense(4), norms[1], frozen, layers.Dense(2)])
     inputs = np.zeros([3, 4], np.uint8)
     model.compile("sgd", "mse")
-    step = ModelStep(model, Arrays(inputs, np.zeros([3, 2], np.float32)).layout)
+    step = CompiledStep(model, Arrays(inputs, np.zeros([3, 2], np.float32)).layout)
     results: list[float | None] = []
 
     @tf.function(autograph=False)

@@ -17,10 +17,10 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model.scopes import CallScope
 from tf2dist.model.source import build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 
 
-def step_of(make: Callable[[], keras.Model]) -> ModelStep:
+def step_of(make: Callable[[], keras.Model]) -> Step:
     splits = Splits(Arrays(X, Y), num_classes=None)
     return build_step(InMemorySource(make, splits), splits, run_config(), contextlib.nullcontext())[0]
 
@@ -60,7 +60,7 @@ def test_variables_that_are_read_past_keras_are_refused(says: str) -> None:
         step_of(REFUSED[says])
 
 
-def gradients_of(step: ModelStep) -> list[np.ndarray]:
+def gradients_of(step: Step) -> list[np.ndarray]:
     def call() -> list[tf.Tensor]:
         return step(*step.values(), [tf.constant(X), tf.constant(Y)], tf.zeros([2], tf.int64)).gradients
 

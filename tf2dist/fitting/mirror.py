@@ -9,10 +9,11 @@ import tensorflow as tf
 from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
+from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
-from tf2dist.model.step import OUTSIDE, ModelStep, generators
+from tf2dist.model.step import OUTSIDE, generators
 from tf2dist.model.trace import read_directly
 from tf2dist.tf_internals import (
     build_metrics,
@@ -186,7 +187,7 @@ def outside_of(model: keras.Model, layout: Layout) -> dict[str, keras.Variable]:
     # The step of the tasks has no optimizer, either.
     optimizer, model.optimizer = model.optimizer, None
     try:
-        return {name: variables[0] for name, variables in ModelStep(model, layout).outside.items()}
+        return {name: variables[0] for name, variables in CompiledStep(model, layout).outside.items()}
     finally:
         model.optimizer = optimizer
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf2dist.data.splits import Splits
 from tf2dist.model.batch_attention import noting
 from tf2dist.model.recurrence import reached_from, recurrence_of
-from tf2dist.model.step import ModelStep, step_place
+from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import layers_of
 
 SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
@@ -39,24 +39,22 @@ class Dependence(enum.Enum):
     NEITHER = enum.auto()
 
 
-def loss_dependence(step: ModelStep, splits: Splits, gathers: bool) -> Dependence:
+def loss_dependence(step: Step, splits: Splits, gathers: bool) -> Dependence:
     """How the loss depends on the batch, with what layers add to it; of a model's own step, how its gradients do.
 
     Args:
         gathers: whether `tf2dist.gather` gives the tensors of all workers.
     """
-    # What the losses of a compiled model give for each example has a mean over the batch.
-    first = 0 if step.trace.has_scalar_loss or step.has_own_loss else 1
-    if (step.trace.gathers and gathers) or (first and not step.trace.penalizes_batch):
+    if (step.trace.gathers and gathers) or not step.num_parts:
         return Dependence.MEAN
 
     def of_parts(training: bool) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
-        return lambda leaves: [part for number in (0, 1) for part in step.parts(leaves, training, number)[first:]]
+        return lambda leaves: [part for number in (0, 1) for part in step.parts(leaves, training, number)]
 
     # Not as in training, where dropout draws numbers and normalization looks at the batch; unless losses are added in
     # training alone.
     parts = _on_trial(of_parts(False), step, splits)
-    if parts is not None and len(parts[0]) != 2 * (step.num_parts - first):
+    if parts is not None and len(parts[0]) != 2 * step.num_parts:
         parts = _on_trial(of_parts(True), step, splits)
     if parts is None:
         return Dependence.MEAN
@@ -90,7 +88,7 @@ class StateChange(NamedTuple):
     decay: float
 
 
-def state_changes(step: ModelStep, splits: Splits, gathers: bool) -> list[StateChange]:
+def state_changes(step: Step, splits: Splits, gathers: bool) -> list[StateChange]:
     """How a step changes each variable without an aggregation that depends on the worker's own batch or random numbers.
 
     Args:
@@ -127,7 +125,7 @@ class _StateTrial:
         changed: the variables whose new values may differ between the workers, with their decays.
     """
 
-    def __init__(self, step: ModelStep, variables: list[keras.Variable], gathers: bool) -> None:
+    def __init__(self, step: Step, variables: list[keras.Variable], gathers: bool) -> None:
         self._step, self._ids, self._gathers = step, set(map(id, variables)), gathers
         self._state = step.values()[1]
         halves = [layer for layer in layers_of(step.model) if layer.compute_dtype in ("bfloat16", "float16")]
@@ -229,7 +227,7 @@ def _mean(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _on_trial(
-    function: Callable[[list[tf.Tensor]], list[tf.Tensor]], step: ModelStep, splits: Splits
+    function: Callable[[list[tf.Tensor]], list[tf.Tensor]], step: Step, splits: Splits
 ) -> list[list[np.ndarray]] | None:
     """What a function of the leaves of a batch gives for two batches and for both as one.
 
@@ -245,7 +243,7 @@ def _on_trial(
     return None
 
 
-def _examples(step: ModelStep, splits: Splits, number: int) -> list[tf.Tensor]:
+def _examples(step: Step, splits: Splits, number: int) -> list[tf.Tensor]:
     """The leaves of some examples of the training set; of a stream, whose examples are not here, made-up ones.
 
     Args:

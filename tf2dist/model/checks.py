@@ -14,8 +14,9 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model import features, support
 from tf2dist.model.batch_dependence import Dependence, StateChange, loss_dependence, state_changes
+from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.own_step import OwnStep, has_own_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.tf_internals import groups_of, inner_optimizers, layers_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
@@ -97,7 +98,7 @@ def check_outputs(name: str, outputs: Any, num_classes: int) -> None:
         )
 
 
-def check_batches(name: str, step: ModelStep, splits: Splits, gathers: bool = True) -> str:
+def check_batches(name: str, step: Step, splits: Splits, gathers: bool = True) -> str:
     """Refuses, for several synchronous replicas, what they cannot put together from their parts of a batch.
 
     Args:
@@ -151,7 +152,7 @@ class Advice(NamedTuple):
     note: str
 
 
-def advice_on(step: ModelStep, optimizer: keras.Optimizer, note: str) -> Advice:
+def advice_on(step: Step, optimizer: keras.Optimizer, note: str) -> Advice:
     """What is to be said of a model and its optimizer.
 
     Args:
@@ -161,12 +162,13 @@ def advice_on(step: ModelStep, optimizer: keras.Optimizer, note: str) -> Advice:
     return Advice(advice_on_outputs(step), "; ".join(filter(None, notes)))
 
 
-def advice_on_outputs(step: ModelStep) -> str:
+def advice_on_outputs(step: Step) -> str:
     """A warning if the loss takes outputs for logits that look like probabilities; empty otherwise."""
-    losses = [loss for loss in step.losses if isinstance(loss, CROSSENTROPIES)]
-    if not (len(losses) == 1 and losses[0].get_config()["from_logits"] and tf.is_tensor(step.trace.outputs)):
+    if not isinstance(step, CompiledStep):
         return ""
-    tensor = step.trace.outputs
+    losses, tensor = [loss for loss in step.losses if isinstance(loss, CROSSENTROPIES)], step.forward_trace.outputs
+    if not (len(losses) == 1 and losses[0].get_config()["from_logits"] and tf.is_tensor(tensor)):
+        return ""
     while tensor.op.type in KEEP_VALUES:  # for example a cast to float32 at the end of a model in bfloat16
         tensor = tensor.op.inputs[0]
     if tensor.op.type not in PROBABILITIES:
@@ -178,7 +180,7 @@ def advice_on_outputs(step: ModelStep) -> str:
     )
 
 
-def note_on_phases(step: ModelStep) -> str:
+def note_on_phases(step: Step) -> str:
     """What differs from Keras, with mode=async, in a step that reads what it has updated; empty if nothing does."""
     if not isinstance(step, OwnStep) or not step.is_in_phases:
         return ""
@@ -188,7 +190,7 @@ def note_on_phases(step: ModelStep) -> str:
     )
 
 
-def note_on_numbers(step: ModelStep) -> str:
+def note_on_numbers(step: Step) -> str:
     """What differs from Keras in the numbers that a step of the model's own returns; empty if nothing does."""
     if not isinstance(step, OwnStep):
         return ""
@@ -201,7 +203,7 @@ def note_on_numbers(step: ModelStep) -> str:
     )
 
 
-def note_on_lookups(step: ModelStep, optimizer: keras.Optimizer) -> str:
+def note_on_lookups(step: Step, optimizer: keras.Optimizer) -> str:
     """What differs from Keras on TensorFlow for rows that a batch looks up twice; empty if nothing does."""
     # On TensorFlow Keras' gradient of a table is sparse, with an entry for each look-up; the packed one is dense. For
     # an update that is linear in the gradient, as SGD's is, that is the same.

@@ -8,7 +8,7 @@ import numpy as np
 from tf2dist.errors import DataError, NotFiniteError, TrainingError
 from tf2dist.model.metrics import Metrics, Results
 from tf2dist.model.source import EpochPlan
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 
 MAX_CHUNK = 1000  # examples for each forward pass
 MAX_CHUNK_BYTES = 4 << 20  # of their arrays as float32; the activations of a model take some ten times as much
@@ -27,7 +27,7 @@ class Evaluation:
 
     @classmethod
     def of_sums(cls, metrics: Metrics, sums: np.ndarray, num_examples: int | None) -> "Evaluation":
-        """Turns the sums over a split, see `ModelStep.evaluate`, into results.
+        """Turns the sums over a split, see `Step.evaluate`, into results.
 
         Args:
             num_examples: of the split; None for a stream, of which nobody knows it.
@@ -56,7 +56,7 @@ class Evaluation:
         return name, self.metrics[name]
 
 
-def chunk_size(batch_size: int, step: ModelStep, plan: EpochPlan | None = None) -> int:
+def chunk_size(batch_size: int, step: Step, plan: EpochPlan | None = None) -> int:
     """Examples for each forward pass: as many as in a training step, which fit into memory, or more if they are small.
 
     If the result depends on this number, it is the one that Keras would take.

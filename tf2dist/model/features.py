@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tf2dist.model.own_step import OwnStep
+from tf2dist.model.compiled_step import MEANS, WEIGHTED_MEAN, CompiledStep
 from tf2dist.model.shards import parts_of
-from tf2dist.model.step import MEANS, WEIGHTED_MEAN, ModelStep
+from tf2dist.model.step import Step
 from tf2dist.tf_internals import groups_of, inner_optimizers, layers_of, seeds_of, state_of
 
 # Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
@@ -34,7 +34,8 @@ class Feature:
     """Something that a model or an optimizer may have.
 
     Attributes:
-        of: "model", "step" or "optimizer": `find` takes a model, a `ModelStep` or a `Trained`.
+        of: what `find` takes: "model", a model; "step", a `Step`; "losses", a `CompiledStep`; "train_step", an
+            `OwnStep`; "optimizer", a `Trained`.
         shown: in docs/fit.md.
         find: what has the feature, such as the path of a variable; None if nothing has it.
     """
@@ -81,28 +82,27 @@ SYNCHRONIZED = Feature(
 # Features of a step, which its trace shows.
 
 
-def _made_late(step: ModelStep) -> Iterator[keras.Variable]:
+def _made_late(step: Step) -> Iterator[keras.Variable]:
     known = {id(v) for v in step.variables} | {id(v) for v in seeds_of(step.model)}
     return (v for v in step.model.trainable_variables if id(v) not in known)
 
 
-def _no_sums(step: ModelStep) -> Iterator[keras.Variable]:
+def _no_sums(step: Step) -> Iterator[keras.Variable]:
     yield from step.trace.not_additive
     # A step begins with zeros in all of these (see `Metrics`), so a metric must, too.
     step.model.reset_metrics()
     yield from (v for v in step.metrics.variables if np.any(v.numpy()))
 
 
-def _reductions(step: ModelStep) -> set[Any]:
+def _reductions(step: CompiledStep) -> set[Any]:
     return {getattr(loss, "reduction", None) for loss in step.losses}
 
 
-def _is_weighted(step: ModelStep) -> bool:
+def _is_weighted(step: CompiledStep) -> bool:
     """Whether a loss is divided by anything but the number of examples."""
-    is_one_number = step.trace.has_scalar_loss and len(step.losses) == 1
-    return not (step.has_own_loss or is_one_number) and (
-        WEIGHTED_MEAN in _reductions(step) or (step.trace.divides_by_parts and bool(_reductions(step) & {*MEANS}))
-    )
+    is_one_number = step.forward_trace.has_scalar_loss and len(step.losses) == 1
+    is_mean_of_parts = step.forward_trace.divides_by_parts and bool(_reductions(step) & {*MEANS})
+    return not (step.has_own_loss or is_one_number) and (WEIGHTED_MEAN in _reductions(step) or is_mean_of_parts)
 
 
 def _unsigned(variables: Iterable[keras.Variable]) -> keras.Variable | None:
@@ -115,7 +115,7 @@ def _unsigned_of(variables: Iterable[keras.Variable]) -> str | None:
     return None if found is None else f"{found.path} is of type {found.dtype}"
 
 
-def _not_mean(step: ModelStep) -> str | None:
+def _not_mean(step: Step) -> str | None:
     changed = [v for v in step.state if id(v) in step.trace.decays]
     found = (f"{v.path} has aggregation='{v.aggregation}'" for v in changed if v.aggregation not in ("none", "mean"))
     return next(found, None)
@@ -134,24 +134,24 @@ BYPASSED = Feature(
     lambda step: next(iter(step.trace.bypassed), None),
 )
 UNGRADED = Feature(
-    "step",
+    "losses",
     "variables that a function with a custom gradient trains in Keras alone",
-    lambda step: _first(step.graded_by_keras(step.trace.ungraded)) if step.trace.ungraded else None,
+    lambda step: _first(step.graded_by_keras(step.forward_trace.ungraded)) if step.forward_trace.ungraded else None,
 )
-NO_REDUCTION = Feature("step", "a loss without a reduction", lambda step: _when({None, "none"} & _reductions(step)))
+NO_REDUCTION = Feature("losses", "a loss without a reduction", lambda step: _when({None, "none"} & _reductions(step)))
 SUM_BESIDE = Feature(
-    "step",
+    "losses",
     'a loss with `reduction="sum"` beside others',
-    lambda step: _when("sum" in _reductions(step) and (len(step.losses) > 1 or step.trace.penalties)),
+    lambda step: _when("sum" in _reductions(step) and (len(step.losses) > 1 or step.forward_trace.penalties)),
 )
 # With a mask Keras divides by the parts that are left, whose number differs between the replicas. Only of a single loss
 # is the total known in time.
 PARTS_BESIDE = Feature(
-    "step",
+    "losses",
     "a mask, `ignore_class` or batches of several lengths beside another loss",
-    lambda step: _when(_is_weighted(step) and (not step.weighs_losses or step.trace.penalizes_batch)),
+    lambda step: _when(_is_weighted(step) and (not step.weighs_losses or step.forward_trace.penalizes_batch)),
 )
-PARTS = Feature("step", "a masked output, `ignore_class`", lambda step: _when(_is_weighted(step)))
+PARTS = Feature("losses", "a masked output, `ignore_class`", lambda step: _when(_is_weighted(step)))
 SUMMED = Feature("step", 'a loss with `reduction="sum"`', lambda step: _when(step.sums_losses))
 ASSIGNED = Feature(
     "step",
@@ -159,19 +159,19 @@ ASSIGNED = Feature(
     lambda step: _first(step.trace.assigned),
 )
 REPEATS = Feature(
-    "step",
+    "train_step",
     "a `train_step` that applies an optimizer, or trains a variable, more than once",
-    lambda step: _when(isinstance(step, OwnStep) and step.is_in_phases and step.repeats),
+    lambda step: _when(step.is_in_phases and step.repeats),
 )
 IN_PHASES = Feature(
-    "step",
+    "train_step",
     "a `train_step` that goes on with what it has updated",
-    lambda step: _when(isinstance(step, OwnStep) and step.is_in_phases),
+    lambda step: _when(step.is_in_phases),
 )
 ASSIGNED_UPDATED = Feature(
-    "step",
+    "train_step",
     "a `train_step` that goes on with what it has updated, and assigns it, too",
-    lambda step: _first(step.trace.assigned) if isinstance(step, OwnStep) and step.is_in_phases else None,
+    lambda step: _first(step.trace.assigned) if step.is_in_phases else None,
 )
 UNSIGNED = Feature("step", "untrained weights of type bool or unsigned integers", lambda step: _unsigned_of(step.state))
 NOT_MEAN = Feature("step", 'weights with an aggregation other than `"mean"`', _not_mean)
@@ -180,7 +180,7 @@ GATHERS = Feature("step", "`tf2dist.gather`", lambda step: _when(step.trace.gath
 # Features that `checks` finds when it runs a step.
 
 
-def _run_elsewhere(step: ModelStep) -> None:
+def _run_elsewhere(step: Step) -> None:
     """Finds nothing: see `checks.check_batches`."""
 
 

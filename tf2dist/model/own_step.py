@@ -10,14 +10,14 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_location
-from tf2dist.model.batch_attention import num_calls
 from tf2dist.model.gradients import WAY_OUT, is_zero
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
 from tf2dist.model.optimizer_checks import prepare_choice
-from tf2dist.model.recurrence import decay_of, reached_from
+from tf2dist.model.recurrence import reached_from
 from tf2dist.model.scopes import TrainScope, Update, building, intercept_updates
-from tf2dist.model.step import ModelStep, StepOutput
+from tf2dist.model.step import Mapping, Step, StepOutput, changes
+from tf2dist.model.tables import TableLookups
 from tf2dist.model.trace import Trace
 from tf2dist.tf_internals import counter_of, groups_of, inner_optimizers
 
@@ -34,8 +34,8 @@ class Group(NamedTuple):
     variables: list[keras.Variable]
 
 
-class OwnStep(ModelStep):
-    """Calls the methods of a model; see `ModelStep` for what it has in common with other models.
+class OwnStep(Step):
+    """The step of a model that is trained by its own methods.
 
     Attributes:
         optimizer: of all trained variables; a MultiOptimizer if a step has several updates.
@@ -57,8 +57,16 @@ class OwnStep(ModelStep):
     is_in_phases: bool
 
     def __init__(self, model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> None:
-        self._name, self._tested = name, tested
         super().__init__(model, layout)
+        self._name, self.lookups = name, TableLookups(model, layout)
+        self._graded = build(model, layout, name, tested)
+        self.divide_variables(list(model.trainable_variables))
+        self.metrics = self.evaluated = LoggedMetrics(model, {}, set())
+        with _told_of(name, "train_step"):
+            trace = self._traced(self._run)
+            self._check_optimizers(trace)
+        self.evaluated = self._trace_evaluation(tested) if tested else self.metrics
+        self._keep(trace)
         self.optimizer = self._optimizer_of_groups()
 
     @property
@@ -70,19 +78,11 @@ class OwnStep(ModelStep):
         return max([*optimizers.values(), *variables.values()]) > 1
 
     @property
-    def losses(self) -> list[Any]:
-        return []
-
-    @property
     def num_parts(self) -> int:
         return sum(len(group.variables) for group in self.groups)
 
     @property
     def depends_on_batches(self) -> bool:
-        return True
-
-    @property
-    def has_own_loss(self) -> bool:
         return True
 
     def __call__(
@@ -95,7 +95,7 @@ class OwnStep(ModelStep):
         positions: Sequence[tf.Tensor] = (),
         apply: Callable[[int, list[tf.Tensor]], list[tf.Tensor]] | None = None,
     ) -> StepOutput:
-        """A step; see `ModelStep`. Tables travel as a whole, so there are no positions.
+        """A step; see `Step`. Tables travel as a whole, so there are no positions.
 
         Args:
             apply: called with the number of each update in the step and its gradients, multiplied by the share; applies
@@ -154,55 +154,13 @@ class OwnStep(ModelStep):
         mapping = self.scope_values(trainable, state, self.metrics.zeros(), place)
         return TrainScope(mapping, list(self.model.trainable_variables), apply)
 
-    def _build_metrics(self) -> None:
-        self._graded = build(self.model, self.layout, self._name, self._tested)
-        self.divide_variables(list(self.model.trainable_variables))
-        self.metrics = self.evaluated = LoggedMetrics(self.model, {}, set())
-
-    def _trace(self) -> Trace:
-        traces: list[Trace] = []
-        calls = num_calls()
-
-        def call(
-            trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], leaves: list[tf.Tensor]
-        ) -> None:
-            mapping = self.scope_values(trainable, state, metrics, tf.zeros([2], tf.int64))
-            with TrainScope(mapping, self.trainable) as scope, _recorded(self.model.metrics) as results:
-                logged = _logged(self.model.train_step(_data(self.layout, leaves)), results)
-            self._read_updates(scope)
-            reached, old = reached_from(*leaves), {id(variable): value for variable, value in mapping}
-            self.metrics = LoggedMetrics(self.model, logged, self._of_batches(scope, old, reached))
-            changed = self.changed_by_users(scope, [old[id(v)] for v in self.state])
-            metric_changes = [(v, scope.state_mapping[id(v)], old[id(v)]) for v in self.metrics.variables]
-            traces.append(
-                Trace(
-                    outputs=None,
-                    assigned=list({id(v): v for v in scope.assigns_updated}.values()),
-                    draws=[scope.num_updates.get(id(v), 0) for v in self.seeds],
-                    not_additive=[v for v, new, old in metric_changes if new is not old and decay_of(new, old) != 1],
-                    foreign=scope.foreign,
-                    outside=scope.outside,
-                    bypassed=[],
-                    ungraded=[],  # a step need not train all variables, see `_read_updates`
-                    has_scalar_loss=False,
-                    is_masked=False,
-                    has_lengths=False,
-                    penalties=[],
-                    penalizes_batch=False,
-                    decays={id(v): decay_of(new, old) for v, new, old in changed},
-                    from_batch=[v for v, new, _ in changed if new.name in reached],
-                    gathers=num_calls() > calls,
-                )
-            )
-
-        signature = (*self.specs_of(self.trainable, self.state, self.metrics.variables), self.layout.batched(None))
-        with _told_of(self._name, "train_step"):
-            traced = tf.function(call, autograph=False).get_concrete_function(*signature)
-            trace = traces[-1]
-            trace.note_direct_reads(traced, [*self.trainable, *self.others, *self.metrics.variables])
-            self._check_optimizers(trace)
-        self.evaluated = self._trace_evaluation(self._tested) if self._tested else self.metrics
-        return trace
+    def _run(self, mapping: Mapping, leaves: list[tf.Tensor]) -> TrainScope:
+        """Runs a step to be traced, and notes what it trains and returns."""
+        with TrainScope(mapping, self.trainable) as scope, _recorded(self.model.metrics) as results:
+            logged = _logged(self.model.train_step(_data(self.layout, leaves)), results)
+        self._read_updates(scope)
+        self.metrics = LoggedMetrics(self.model, logged, self._of_batches(scope, mapping, reached_from(*leaves)))
+        return scope
 
     def _read_updates(self, scope: TrainScope) -> None:
         """Learns from a trace what the step trains."""
@@ -229,15 +187,14 @@ class OwnStep(ModelStep):
         self.is_in_phases = scope.reads_updated or self.repeats
         self.divide_variables(list({id(v): v for group in self.groups for v in group.variables}.values()))
 
-    def _of_batches(self, scope: TrainScope, old: dict[int, tf.Tensor], reached: set[str]) -> set[int]:
+    def _of_batches(self, scope: TrainScope, mapping: Mapping, reached: set[str]) -> set[int]:
         """The variables of metrics that take a batch as one, whatever its size, such as a mean of losses."""
         found: set[int] = set()
         for metric in self.model.metrics:
             for single in getattr(metric, "metrics", [metric]):  # those that a model is compiled with are one
-                new = [(id(v), scope.state_mapping[id(v)]) for v in single.variables]
                 # They count a batch as 1, and others its examples.
-                if any(value is not old[key] and value.name not in reached for key, value in new):
-                    found |= {key for key, _ in new}
+                if any(new.name not in reached for _, new, _ in changes(scope, mapping, single.variables)):
+                    found |= {id(variable) for variable in single.variables}
         return found
 
     def _check_optimizers(self, trace: Trace) -> None:

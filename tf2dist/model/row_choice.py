@@ -6,16 +6,15 @@ import keras
 
 from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.errors import ConfigError
-from tf2dist.model.own_step import OwnStep
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.model.tables import can_be_lazy, is_exact_by_row
 from tf2dist.tf_internals import groups_of
 
 XLA_HAS_NO_ROWS = "devices.xla compiles a step for each number of rows"
 
 
-def choose_tables(name: str, step: ModelStep, optimizer: keras.Optimizer, options: dict[str, Any], why_not: str) -> str:
-    """Sets `ModelStep.tables`; returns a note on what differs from Keras, or costs time.
+def choose_tables(name: str, step: Step, optimizer: keras.Optimizer, options: dict[str, Any], why_not: str) -> str:
+    """Sets `Step.tables`; returns a note on what differs from Keras, or costs time.
 
     Args:
         name: of the model.
@@ -27,7 +26,7 @@ def choose_tables(name: str, step: ModelStep, optimizer: keras.Optimizer, option
         ConfigError: the optimizer cannot update rows as asked.
     """
     lazily = options.get(LAZY_ROWS, False)
-    tables = [] if isinstance(step, OwnStep) else step.lookups.find(step.trainable)
+    tables = step.lookups.find(step.trainable)
     if why_not:
         tables, whole = [], tables
         return "; ".join(_whole(table, why_not) for table in whole)

@@ -18,10 +18,11 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model import checks, own_step, support
 from tf2dist.model.builtin import build_model, build_optimizer
+from tf2dist.model.compiled_step import CompiledStep, has_own_loss
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.shards import all_parts
-from tf2dist.model.step import ModelStep, has_own_loss
+from tf2dist.model.step import Step
 from tf2dist.tf_internals import compute_loss, config_of, undecayed, with_inner
 
 
@@ -95,7 +96,7 @@ class RegisteredSource:
 
 def build_step(
     source: Source, splits: Splits, config: RunConfig, scope: AbstractContextManager[Any]
-) -> tuple[ModelStep, MakeOptimizer]:
+) -> tuple[Step, MakeOptimizer]:
     """Builds the model within `scope`, which places its variables, and checks what the trace of a step shows.
 
     Raises:
@@ -123,14 +124,14 @@ def build_step(
 
     # The variables of an optimizer that the model has would count as those of the model.
     optimizer, model.optimizer = model.optimizer, None
-    step = ModelStep(model, splits.layout)
+    step = CompiledStep(model, splits.layout)
     if optimizer:
         _take_earlier(step, optimizer)
     support.check_step(support.ALL, source.name, step)
     return step, make_optimizer
 
 
-def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple[ModelStep, MakeOptimizer]:
+def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple[Step, MakeOptimizer]:
     """As `build_step`, for a model that has its own steps."""
     step = OwnStep(model, splits.layout, source.name, _tested(splits))
     support.check_step(support.ALL, source.name, step)
@@ -138,7 +139,7 @@ def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple
     return step, copies_of(step.optimizer, step.trainable, source.name)
 
 
-def _take_earlier(step: ModelStep, optimizer: keras.Optimizer) -> None:
+def _take_earlier(step: Step, optimizer: keras.Optimizer) -> None:
     """A model that was trained before goes on with its optimizer's slots and schedule, as in `Model.fit`."""
     has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # which may differ without an update
     if optimizer.built and (has_scale or int(optimizer.iterations.numpy())):

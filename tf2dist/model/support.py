@@ -13,7 +13,8 @@ from tf2dist.errors import ConfigError
 from tf2dist.model import features
 from tf2dist.model.features import Feature, Trained
 from tf2dist.model.gradients import WAY_OUT
-from tf2dist.model.step import ModelStep
+from tf2dist.model.own_step import OwnStep
+from tf2dist.model.step import Step
 
 
 class Way(NamedTuple):
@@ -35,14 +36,15 @@ def check_model(way: Way, name: str, model: keras.Model) -> None:
     _check(way, name, {"model": model}, {})
 
 
-def check_step(way: Way, name: str, step: ModelStep, **facts: object) -> None:
+def check_step(way: Way, name: str, step: Step, **facts: object) -> None:
     """Refuses what a model and the trace of its step show.
 
     Args:
         name: of the model.
         facts: further values in the texts.
     """
-    _check(way, name, {"step": step, "model": step.model}, facts)
+    own = {"train_step" if isinstance(step, OwnStep) else "losses": step}
+    _check(way, name, {"step": step, "model": step.model} | own, facts)
 
 
 def check_optimizer(way: Way, optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) -> None:

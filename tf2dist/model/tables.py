@@ -232,15 +232,16 @@ class TableLookups:
     Args:
         layout: of the training data.
         variables: returns all variables of the model and its metrics.
-        call: ``call(values, leaves, training, layout)``: calls the model, with values for these.
+        call: ``call(values, leaves, training, layout)``: calls the model, with values for these; None for one whose
+            tables travel as a whole.
     """
 
     def __init__(
         self,
         model: keras.Model,
         layout: Layout,
-        variables: Callable[[], list[keras.Variable]],
-        call: Callable[[list[tf.Tensor], list[tf.Tensor], bool, Layout], None],
+        variables: Callable[[], list[keras.Variable]] = list,
+        call: Callable[[list[tf.Tensor], list[tf.Tensor], bool, Layout], None] | None = None,
     ) -> None:
         self.tables: list[keras.Variable] = []
         self._model, self._layout, self._variables, self._call = model, layout, variables, call
@@ -250,7 +251,7 @@ class TableLookups:
 
     def find(self, trainable: list[keras.Variable]) -> list[keras.Variable]:
         """The trainable variables that may become `tables`: all calls only look rows up in them."""
-        trained = set(map(id, trainable))
+        trained = set(map(id, trainable)) if self._call else set()
         layers = {table: layers for table, layers in tables_of(self._model).items() if table in trained}
         for training in (True, False) if layers else ():
             trace = self._trace(layers, training, self._layout)
@@ -313,6 +314,7 @@ class TableLookups:
         batch_size: int | None = None,
     ) -> LookupTrace:
         def call(values: list[tf.Tensor], leaves: list[tf.Tensor]) -> None:
+            assert self._call
             self._call(values, leaves, training, layout)
 
         calls = self._num_calls.get(training)

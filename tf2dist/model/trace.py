@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
 from tf2dist.model.shards import keras_variable, parts_of
 
@@ -13,37 +12,23 @@ class Trace(NamedTuple):
     """What a call of the model in training shows when it is traced, without being run.
 
     Attributes:
-        outputs: symbolic tensors, in whatever structure the model returns them.
         assigned: the trainable variables that the call assigns.
         draws: how often the call draws from each of its random generators.
         not_additive: the variables of metrics to which a step does more than add.
         foreign: the paths of variables that the call assigns and that do not belong to the model.
         outside: the variables that the call reads and that do not belong to the model.
         bypassed: the paths of the model's variables that the call reads in another way than through Keras.
-        ungraded: the trainable variables that get no gradient, if the call has custom gradients.
-        has_scalar_loss: whether a loss returns one number for a whole batch.
-        is_masked: whether a loss leaves out parts of the outputs.
-        has_lengths: whether a loss has a value for each place of a sequence, and batches differ in length.
-        penalties: the losses that layers add, such as those of regularizers.
-        penalizes_batch: whether one of these depends on the batch.
         decays: of the state that the user's own layers change, by id: the factor of the old value, see `recurrence`.
         from_batch: those of these variables whose change depends on the batch.
         gathers: whether the call or a loss calls `tf2dist.gather`.
     """
 
-    outputs: Any
     assigned: list[keras.Variable]
     draws: list[int]
     not_additive: list[keras.Variable]
     foreign: list[str]
     outside: list[keras.Variable]
     bypassed: list[str]
-    ungraded: list[keras.Variable]
-    has_scalar_loss: bool
-    is_masked: bool
-    has_lengths: bool
-    penalties: list[tf.Tensor]
-    penalizes_batch: bool
     decays: dict[int, float]
     from_batch: list[keras.Variable]
     gathers: bool
@@ -58,11 +43,6 @@ class Trace(NamedTuple):
         paths = {id(part.value.handle): variable.path for variable in known for part in parts_of(variable)}
         self.bypassed.extend(paths[id(tensor)] for tensor in traced.captured_inputs if id(tensor) in paths)
         self.outside.extend(read_directly(traced, [*known, *self.outside]))
-
-    @property
-    def divides_by_parts(self) -> bool:
-        """Whether a loss that is a mean is divided by more than the number of examples."""
-        return self.is_masked or self.has_lengths
 
 
 def read_directly(traced: Any, known: Sequence[keras.Variable]) -> list[keras.Variable]:

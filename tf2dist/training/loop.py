@@ -188,7 +188,7 @@ class Loop(abc.ABC):
         return self._freeze_arrays()()
 
     def random_states(self) -> dict[str, np.ndarray]:
-        """The states of the model's random generators after the steps so far, by name; see `ModelStep`."""
+        """The states of the model's random generators after the steps so far, by name; see `Step`."""
         return self.step.random_states(self.progress.global_step)
 
     @abc.abstractmethod

@@ -29,7 +29,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.messages import ToLauncher
 from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
 from tf2dist.model.source import EpochPlan, Source
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.training.hooks import Hooks
 
 EPOCH_ARRAY = "epoch/position"  # the name of an `EpochPosition` in a snapshot
@@ -184,7 +184,7 @@ class EpochPosition:
         return np.array([self.epoch, self.first_step, self.num_steps])
 
 
-def choose_rows(context: TaskContext, step: ModelStep, optimizer: keras.Optimizer, why_not: str) -> str:
+def choose_rows(context: TaskContext, step: Step, optimizer: keras.Optimizer, why_not: str) -> str:
     """Chooses the tables of which only rows travel; returns a note for the user, empty for nothing.
 
     Args:
@@ -212,7 +212,7 @@ class StartValues:
     def assigned(
         cls,
         config: RunConfig,
-        step: ModelStep,
+        step: Step,
         optimizers: list[keras.Optimizer],
         start: Snapshot | Weights | None,
         synchronize: Callable[[Named, Collection[str]], None] | None = None,
@@ -244,7 +244,7 @@ class PreparedRun:
     """
 
     plan: RunPlan
-    step: ModelStep
+    step: Step
     new_optimizer: Callable[[], keras.Optimizer]
     earlier_updates: int
     values: StartValues

@@ -25,7 +25,7 @@ from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.model import support
 from tf2dist.model.checks import note_on_phases
 from tf2dist.model.evaluate import Evaluation, chunks
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
 from tf2dist.training.parameter_server.algorithms import algorithm_of
@@ -176,7 +176,7 @@ class AsyncRule(UpdateRule):
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = algorithm_of(config)
 
-    def check_model(self, name: str, step: ModelStep, splits: Splits) -> str:
+    def check_model(self, name: str, step: Step, splits: Splits) -> str:
         support.check_step(support.ASYNC, name, step)
         return note_on_phases(step)
 

@@ -16,7 +16,7 @@ from tf2dist.model import support
 from tf2dist.model.evaluate import evaluated_sizes
 from tf2dist.model.shards import all_parts
 from tf2dist.model.source import build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.parameter_server.counters import PsOrigin
@@ -39,7 +39,7 @@ class UpdateRule(abc.ABC):
     scheduler_class: Callable[..., Scheduler]
 
     @abc.abstractmethod
-    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
+    def check_model(self, name: str, step: Step, splits: data.Splits) -> str:
         """Raises ConfigError for a model that cannot be trained so; returns `PreparedRun.note`.
 
         Args:

@@ -26,7 +26,7 @@ from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.recurrence import recurrence_of
 from tf2dist.model.shards import Values, all_parts, cut, join, parts_of
 from tf2dist.model.source import EpochPlan, MakeOptimizer
-from tf2dist.model.step import ModelStep, step_place
+from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import as_one_node, groups_of
 from tf2dist.training.loop import steps_to_pause, unrolled_steps
 from tf2dist.training.parameter_server.algorithms import Algorithm
@@ -66,7 +66,7 @@ class GraphsSpec:
     """
 
     config: RunConfig
-    step: ModelStep
+    step: Step
     make_optimizer: MakeOptimizer
     splits: Splits
     sharding: Sharding
@@ -181,7 +181,7 @@ class PsGraphs(abc.ABC):
         return tf.function(steps, autograph=False).get_concrete_function(*self._limit_types())
 
     def evaluate_function(self) -> Any:
-        """``function(number, first, last)``: the sums over that range of a split; see `ModelStep.evaluate`.
+        """``function(number, first, last)``: the sums over that range of a split; see `Step.evaluate`.
 
         `number`: of the split in `EVALUATED`.
         """
@@ -196,7 +196,7 @@ class PsGraphs(abc.ABC):
         return tf.function(evaluate, autograph=False).get_concrete_function(scalar, scalar, scalar)
 
     def evaluate_stream_function(self) -> Any:
-        """``function(shard)``: the sums over that part of the stream to validate on; see `ModelStep.evaluate`."""
+        """``function(shard)``: the sums over that part of the stream to validate on; see `Step.evaluate`."""
         layout = self.splits.evaluated_layout
 
         def evaluate(shard: tf.Tensor) -> tf.Tensor:
@@ -221,7 +221,7 @@ class PsGraphs(abc.ABC):
         return values
 
     def _evaluated(self, values: Values, leaves: list[tf.Tensor], layout: Layout) -> tf.Tensor:
-        """The sums over some examples; see `ModelStep.evaluate`."""
+        """The sums over some examples; see `Step.evaluate`."""
         with tf.device("CPU:0"):
             routed = self.routing.route(self.step.lookups.look_up(leaves, False, layout))
         for server, request in zip(self.servers, routed.requests, strict=True):

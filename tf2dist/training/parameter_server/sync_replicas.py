@@ -23,7 +23,7 @@ from tf2dist.errors import NotFiniteError
 from tf2dist.model import support
 from tf2dist.model.checks import check_batches
 from tf2dist.model.shards import cut, parts_of
-from tf2dist.model.step import ModelStep, step_place
+from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.async_loop import PsLoop
@@ -200,7 +200,7 @@ class SyncReplicasRule(UpdateRule):
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self.replicas = config.batches_per_update(cluster.num_workers)
 
-    def check_model(self, name: str, step: ModelStep, splits: data.Splits) -> str:
+    def check_model(self, name: str, step: Step, splits: data.Splits) -> str:
         support.check_step(support.SYNC_REPLICAS, name, step)
         if self.replicas == 1:
             return ""

@@ -35,7 +35,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.model import support
 from tf2dist.model.packing import Buckets
 from tf2dist.model.recurrence import reached_from
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals import state_of
 from tf2dist.training.synchronous.feeds import BatchPart, StreamFeed
@@ -73,7 +73,7 @@ class OuterOptimizer:
         step: of the model whose trainable variables it moves.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, step: ModelStep) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, step: Step) -> None:
         rate, momentum = algorithm.outer_learning_rate, algorithm.outer_momentum
         self.optimizer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=True)
         self.optimizer.build(step.trainable)
@@ -118,7 +118,7 @@ class LocalSgdStep(SyncStep):
 
     @staticmethod
     def check(
-        name: str, config: RunConfig, workers: Workers, splits: Splits, step: ModelStep, optimizer: keras.Optimizer
+        name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
     ) -> None:
         if workers.num_replicas > workers.count:
             raise ConfigError(

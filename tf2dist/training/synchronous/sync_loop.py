@@ -144,7 +144,7 @@ class SyncLoop(Loop):
         return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
 
     def _sums_of(self, leaves: list[tf.Tensor]) -> tf.Tensor:
-        """See `ModelStep.evaluate`."""
+        """See `Step.evaluate`."""
         layout = self._splits.evaluated_layout
         with tf.device("CPU:0"):
             lookups = self.step.lookups.look_up(leaves, training=False, layout=layout)

@@ -8,7 +8,7 @@ up those of the same row in the order of the replicas, so that all of them get t
 import keras
 import tensorflow as tf
 
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.model.tables import apply_rows
 from tf2dist.tf_internals import counter_of, groups_of
 
@@ -26,9 +26,7 @@ class RowExchange:
             have the same shape; or nothing.
     """
 
-    def __init__(
-        self, step: ModelStep, optimizer: keras.Optimizer, narrow: tf.DType | None, lengths: list[int]
-    ) -> None:
+    def __init__(self, step: Step, optimizer: keras.Optimizer, narrow: tf.DType | None, lengths: list[int]) -> None:
         self._tables, self._narrow, self._lengths = step.tables, narrow, lengths
         self._optimizer, self._groups = optimizer, groups_of(optimizer, step.trainable)
         self._global_clipnorms = [(inner.global_clipnorm, trained) for inner, trained in self._groups]

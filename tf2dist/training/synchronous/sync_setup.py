@@ -36,7 +36,7 @@ from tf2dist.model.evaluate import chunk_size, evaluated_sizes
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.shards import read_piece, row_pieces
 from tf2dist.model.source import build_step
-from tf2dist.model.step import ModelStep
+from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals import counters_of, inner_optimizers, trained_variables
 from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext, choose_rows
@@ -249,7 +249,7 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     )
 
 
-def step_class(name: str, algorithm: AlgorithmConfig, step: ModelStep) -> type[SyncStep]:
+def step_class(name: str, algorithm: AlgorithmConfig, step: Step) -> type[SyncStep]:
     """With rounds of one step and no outer optimizer, local SGD is plain training, with any optimizer.
 
     Args:
@@ -281,7 +281,7 @@ def _why_no_rows(
     return "the batches of streams differ in size, and TensorFlow's all-reduce is used" if has_any_batches else ""
 
 
-def _check(name: str, config: RunConfig, step: ModelStep, sharding: Sharding, num_replicas: int) -> None:
+def _check(name: str, config: RunConfig, step: Step, sharding: Sharding, num_replicas: int) -> None:
     """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
     support.check_step(support.SYNC, name, step)
     if num_replicas > 1:

@@ -25,7 +25,7 @@ from tf2dist.model import support
 from tf2dist.model.batch_attention import Exchange, exchanging
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.packing import Buckets, narrow_dtype
-from tf2dist.model.step import ModelStep, StepOutput, step_place
+from tf2dist.model.step import Step, StepOutput, step_place
 from tf2dist.tf_internals import counter_of, outside_strategies
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
@@ -60,7 +60,7 @@ class SyncStep:
         self,
         config: RunConfig,
         workers: Workers,
-        step: ModelStep,
+        step: Step,
         optimizer: keras.Optimizer,
         all_reduce: AllReduce | None,
         feed: Feed,
@@ -98,7 +98,7 @@ class SyncStep:
 
     @staticmethod
     def check(
-        name: str, config: RunConfig, workers: Workers, splits: Splits, step: ModelStep, optimizer: keras.Optimizer
+        name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
     ) -> None:
         """Refuses what this algorithm cannot train, beyond what no synchronous training can.
 
@@ -346,7 +346,7 @@ class PhasedStep(SyncStep):
 
     @staticmethod
     def check(
-        name: str, config: RunConfig, workers: Workers, splits: data.Splits, step: ModelStep, optimizer: keras.Optimizer
+        name: str, config: RunConfig, workers: Workers, splits: data.Splits, step: Step, optimizer: keras.Optimizer
     ) -> None:
         if config.devices.xla:
             support.check_step(support.XLA, name, step)
