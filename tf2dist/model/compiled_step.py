@@ -77,7 +77,7 @@ class CompiledStep(Step):
         self._build_metrics()
         reductions = [getattr(loss, "reduction", None) for loss in self.losses]
         self.sums_losses = "sum" in reductions and not self.has_own_loss
-        self._keep(self._traced(self._run))
+        self.keep(self.traced(self._run))
         self.weighs_losses = self._weighs_losses(reductions)
 
     def _build_metrics(self) -> None:

@@ -63,10 +63,10 @@ class OwnStep(Step):
         self.divide_variables(list(model.trainable_variables))
         self.metrics = self.evaluated = LoggedMetrics(model, {}, set())
         with _told_of(name, "train_step"):
-            trace = self._traced(self._run)
+            trace = self.traced(self._run)
             self._check_optimizers(trace)
         self.evaluated = self._trace_evaluation(tested) if tested else self.metrics
-        self._keep(trace)
+        self.keep(trace)
         self.optimizer = self._optimizer_of_groups()
 
     @property

@@ -150,7 +150,7 @@ class Step(abc.ABC):
         self._draws = [0] * len(self.seeds)  # of a step; known once one has been traced
         self.state = [v for v in self.others if id(v) not in of_seeds]
 
-    def _keep(self, trace: Trace) -> None:
+    def keep(self, trace: Trace) -> None:
         """Keeps what a trace shows, once the variables are divided."""
         self.trace, self._draws = trace, trace.draws
         self.state += trace.assigned
@@ -220,7 +220,7 @@ class Step(abc.ABC):
             states[id(variable)] = tf.constant(value, variable.dtype) + offset
         return states
 
-    def _traced(self, run: Callable[[Mapping, list[tf.Tensor]], CallScope]) -> Trace:
+    def traced(self, run: Callable[[Mapping, list[tf.Tensor]], CallScope]) -> Trace:
         """Traces a step, without running it.
 
         Args:
