@@ -62,9 +62,9 @@ def push(server: ParameterServer, step: int, changes: list[Any] | None = None) -
     layout, applied = server.push_layout({}), PackedCount.of(tf.constant(float(step), tf.float64))
     sums = tf.zeros([server.counters.added - len(ONES)])
     indices = server.counters.indices(tf.constant(0, tf.int64))
-    parcel = layout.pack(changes or gradients(server.trainable, step), applied, sums)
+    buckets = layout.pack(changes or gradients(server.trainable, step), applied, sums)
     before = server.counters.now().applied
-    assert server.push(parcel, indices, tf.constant(100, tf.int64))[-1] == before + 1
+    assert server.push(buckets, indices, tf.constant(100, tf.int64))[-1] == before + 1
 
 
 def trained(names: str, arguments: dict[str, Any]) -> Named:

@@ -74,12 +74,12 @@ def test_rows_of_tables_follow_what_travels_as_a_whole(narrow: tf.DType | None) 
     without_rows = pull.unpack(pull.pack(values, pulled.applied), pull.rows.no_rows())
     assert [int(tf.size(own)) for own in without_rows.rows] == [0, 0]
 
-    parcel = push.pack(values, pulled.applied, tf.zeros([0]), (), rows, request)
-    for buckets in (parcel, add_request(parcel, next_request)):
-        assert all(spec.is_compatible_with(bucket) for spec, bucket in zip(push.specs, buckets, strict=True))
-        pushed = push.unpack(buckets)
+    buckets = push.pack(values, pulled.applied, tf.zeros([0]), (), rows, request)
+    for sent in (buckets, add_request(buckets, next_request)):
+        assert all(spec.is_compatible_with(bucket) for spec, bucket in zip(push.specs, sent, strict=True))
+        pushed = push.unpack(sent)
         assert int(pushed.pulled_at) == 5
         assert [found.numpy().tolist() for found, _ in pushed.rows] == ids
         assert_equal([gradient for _, gradient in pushed.rows], rows)
-    (sent,) = push.next_request(add_request(parcel, next_request))
-    assert [own.numpy().tolist() for own in pull.rows.ids(sent)] == following
+    (asked,) = push.next_request(add_request(buckets, next_request))
+    assert [own.numpy().tolist() for own in pull.rows.ids(asked)] == following

@@ -44,7 +44,7 @@ from tf2dist.training.parameter_server.batches import (
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
 from tf2dist.training.parameter_server.rows import Routed, Routing
 from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
-from tf2dist.training.parameter_server.wire import Parcel, Pulled, Request, add_request
+from tf2dist.training.parameter_server.wire import Pulled, Request, WireTensors, add_request
 from tf2dist.training.stragglers import Stragglers
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
@@ -261,8 +261,8 @@ class PsGraphs(abc.ABC):
 
     @abc.abstractmethod
     def _compute_step(
-        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
-    ) -> tuple[list[Parcel], tf.Tensor]:
+        self, pulled: list[WireTensors], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
+    ) -> tuple[list[WireTensors], tf.Tensor]:
         """On the worker: what was pulled from each ps in, what to push to each ps out, and the loss."""
 
     # How a worker speaks to the ps in a call.
@@ -272,11 +272,13 @@ class PsGraphs(abc.ABC):
         """Asks the ps which batches the call takes, and how many steps of the worker they have counted."""
 
     @abc.abstractmethod
-    def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
+    def _pull(self, call: Call, requests: list[Request]) -> list[WireTensors]:
         """What the first step of a call pulls from each ps; `requests`: of rows, see `Routed`."""
 
     @abc.abstractmethod
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
+    def _exchange(
+        self, call: Call, pushes: list[WireTensors], number: int, requests: list[Request]
+    ) -> list[WireTensors]:
         """Pushes to each ps; returns what the next step pulls.
 
         Args:
@@ -285,7 +287,7 @@ class PsGraphs(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
+    def _push(self, call: Call, pushes: list[WireTensors], number: int) -> tf.Tensor:
         """What the last step of a call, `number`, pushes to each ps; returns what is counted then."""
 
     @abc.abstractmethod
@@ -313,10 +315,10 @@ class PsGraphs(abc.ABC):
 
         return as_one_node(route).get_concrete_function(self.batch_types()) if self.step.tables else route
 
-    def unpack(self, pulled: list[Parcel], requests: list[Request]) -> tuple[list[Pulled], Values]:
+    def unpack(self, pulled: list[WireTensors], requests: list[Request]) -> tuple[list[Pulled], Values]:
         """What was pulled from each ps, and the values of all parts of variables; of tables the rows."""
         parts = zip(self.servers, pulled, requests, strict=True)
-        unpacked = [server.pull_layout.unpack(parcel, request) for server, parcel, request in parts]
+        unpacked = [server.pull_layout.unpack(buckets, request) for server, buckets, request in parts]
         values: Values = {}
         for server, one in zip(self.servers, unpacked, strict=True):
             values |= by_id([*server.variables, *server.tables], [*one.values, *one.rows])
@@ -389,8 +391,8 @@ class AsyncGraphs(PsGraphs):
         return [tf.TensorSpec([], tf.int64)]
 
     def _compute_step(
-        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
-    ) -> tuple[list[Parcel], tf.Tensor]:
+        self, pulled: list[WireTensors], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
+    ) -> tuple[list[WireTensors], tf.Tensor]:
         unpacked, values = self.unpack(pulled, routed.requests)
         trainable, state = self.inputs(values)
         place = step_place(worker, unpacked[0].applied.value())
@@ -431,16 +433,18 @@ class AsyncGraphs(PsGraphs):
                 limits.append(tf.unstack(tf.where(has_batch, own, NO_UPDATE)))
         return Call(worker, local_steps, numbers, limits, [server.counters.indices(worker) for server in self.servers])
 
-    def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
+    def _pull(self, call: Call, requests: list[Request]) -> list[WireTensors]:
         return [server.pull(*request) for server, request in zip(self.servers, requests, strict=True)]
 
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
+    def _exchange(
+        self, call: Call, pushes: list[WireTensors], number: int, requests: list[Request]
+    ) -> list[WireTensors]:
         with tf.device("CPU:0"):  # where the ids are
             pushes = [add_request(push, request) for push, request in zip(pushes, requests, strict=True)]
         parts = zip(self.servers, pushes, call.indices, call.limits, strict=True)
         return [server.exchange(push, indices, limits[number - 1]) for server, push, indices, limits in parts]
 
-    def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
+    def _push(self, call: Call, pushes: list[WireTensors], number: int) -> tf.Tensor:
         parts = zip(self.servers, pushes, call.indices, call.limits, strict=True)
         first, *_ = [server.push(push, indices, limits[number - 1]) for server, push, indices, limits in parts]
         return first

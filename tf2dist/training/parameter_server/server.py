@@ -37,7 +37,7 @@ from tf2dist.training.parameter_server.storage import (
     make_atomic,
     state_update,
 )
-from tf2dist.training.parameter_server.wire import PackedCount, Parcel, PullLayout, PushLayout, Request, RowsLayout
+from tf2dist.training.parameter_server.wire import PackedCount, PullLayout, PushLayout, Request, RowsLayout, WireTensors
 
 NEVER = np.iinfo(np.int64).max
 NO_UPDATE = np.int64(0)  # the limit of a push that is no update: every number has reached it
@@ -101,7 +101,7 @@ class ModelPart(abc.ABC):
     exact_layout: PullLayout
     stored: Sequence[Storage]
     _stored_layout: PullLayout
-    pull_exactly: Callable[[], Parcel]
+    pull_exactly: Callable[[], WireTensors]
 
     def __init__(self, spec: PartSpec) -> None:
         self.device, self.earlier_updates = spec.device, spec.earlier_updates
@@ -134,7 +134,7 @@ class ModelPart(abc.ABC):
         """In a graph of the ps: which workers made the last update, if that is told; see `PullLayout`."""
         return []
 
-    def pulled(self, *request: tf.Tensor) -> Parcel:
+    def pulled(self, *request: tf.Tensor) -> WireTensors:
         """In a graph of the ps: all variables and the updates applied so far; of tables the rows of the request."""
         return self._stored_layout.pack(*self._read_values(*request))
 
@@ -167,7 +167,7 @@ class ParameterServer(ModelPart):
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
     """
 
-    pull: Callable[..., Parcel]
+    pull: Callable[..., WireTensors]
 
     def __init__(self, spec: PartSpec, algorithm: Algorithm) -> None:
         super().__init__(spec)
@@ -255,7 +255,7 @@ class ParameterServer(ModelPart):
         return own
 
     @functools.cached_property
-    def exchange(self) -> Callable[..., Parcel]:
+    def exchange(self) -> Callable[..., WireTensors]:
         """``exchange(pushed, indices, limit)``: a push and the next step's pull, in one call.
 
         What a call costs is much of a small model's step. Traced at its first use, since calls of one step, those of
@@ -264,23 +264,23 @@ class ParameterServer(ModelPart):
         with tf.init_scope():
             return self.on_device(self._exchange, *self._signature)
 
-    def _pull_exactly(self) -> Parcel:
+    def _pull_exactly(self) -> WireTensors:
         """All variables in their own types."""
         return PullLayout(self.stored).pack(*self._read_values())
 
     def _applied(self) -> PackedCount:
         return PackedCount.of(self.counters.applied())
 
-    def _push(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+    def _push(self, pushed: WireTensors, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """See `_admit`. Returns what is counted of the worker then."""
         with tf.control_dependencies([self._admit(pushed, indices, limit)]):
             return self.counters.after(indices)
 
-    def _exchange(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> Parcel:
+    def _exchange(self, pushed: WireTensors, indices: tf.Tensor, limit: tf.Tensor) -> WireTensors:
         self._admit(pushed, indices, limit)
         return self.pulled(*self._push_layout.next_request(pushed))
 
-    def _admit(self, pushed: Parcel, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+    def _admit(self, pushed: WireTensors, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
         """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any number of workers may
@@ -307,7 +307,7 @@ class ParameterServer(ModelPart):
 
         return tf.cond(number < tf.minimum(limit, self.stop_at.read_value()), apply, refuse)
 
-    def _apply(self, pushed: Parcel, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    def _apply(self, pushed: WireTensors, indices: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         changes, pulled, pulled_at, added, rows = self._push_layout.unpack(pushed)
         staleness = number - pulled_at
         gradients, terms = changes[: len(self._trained)], changes[len(self._trained) :]

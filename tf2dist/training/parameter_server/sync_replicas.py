@@ -39,7 +39,7 @@ from tf2dist.training.parameter_server.sync_replicas_counters import (
     SyncReplicasOrigin,
 )
 from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer, FollowingServer
-from tf2dist.training.parameter_server.wire import Parcel, Request
+from tf2dist.training.parameter_server.wire import Request, WireTensors
 
 
 class SyncReplicasGraphs(PsGraphs):
@@ -83,8 +83,8 @@ class SyncReplicasGraphs(PsGraphs):
         return [*super().batch_types(), tf.TensorSpec([], tf.float32)]
 
     def _compute_step(
-        self, pulled: list[Parcel], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
-    ) -> tuple[list[Parcel], tf.Tensor]:
+        self, pulled: list[WireTensors], leaves: list[tf.Tensor], worker: tf.Tensor, routed: Routed
+    ) -> tuple[list[WireTensors], tf.Tensor]:
         *leaves, share = leaves
         unpacked, values = self.unpack(pulled, routed.requests)
         step = unpacked[0].applied
@@ -96,7 +96,7 @@ class SyncReplicasGraphs(PsGraphs):
             [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)],
         )
         changes = self.divide(output.gradients, routed.requests)
-        pushes: list[Parcel] = []
+        pushes: list[WireTensors] = []
         for server, request in zip(self.servers, routed.requests, strict=True):
             own = [*(changes[id(v)] for v in server.whole), *(of_state[id(v)] for v in server.state)]
             rows = [changes[id(table)] for table in server.tables]
@@ -108,22 +108,24 @@ class SyncReplicasGraphs(PsGraphs):
         first = own_number(self._offsets, worker, local_steps)
         return Call(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
 
-    def _pull(self, call: Call, requests: list[Request]) -> list[Parcel]:
+    def _pull(self, call: Call, requests: list[Request]) -> list[WireTensors]:
         return self._follow(self.deciding.begin(call.worker, *requests[0]), requests)
 
-    def _exchange(self, call: Call, pushes: list[Parcel], number: int, requests: list[Request]) -> list[Parcel]:
+    def _exchange(
+        self, call: Call, pushes: list[WireTensors], number: int, requests: list[Request]
+    ) -> list[WireTensors]:
         with tf.control_dependencies(self._keep(call, pushes)):
             return self._follow(self.deciding.exchange(pushes[0], call.worker, *requests[0]), requests)
 
-    def _push(self, call: Call, pushes: list[Parcel], number: int) -> tf.Tensor:
+    def _push(self, call: Call, pushes: list[WireTensors], number: int) -> tf.Tensor:
         with tf.control_dependencies(self._keep(call, pushes)):
             return self.deciding.push(pushes[0], call.worker)
 
-    def _keep(self, call: Call, pushes: list[Parcel]) -> list[tf.Tensor]:
+    def _keep(self, call: Call, pushes: list[WireTensors]) -> list[tf.Tensor]:
         # The deciding ps must not take a gradient of which another ps has no part.
         return [server.keep(push, call.worker) for server, push in zip(self.following, pushes[1:], strict=True)]
 
-    def _follow(self, pulled: Parcel, requests: list[Request]) -> list[Parcel]:
+    def _follow(self, pulled: WireTensors, requests: list[Request]) -> list[WireTensors]:
         """What all ps send, from that of the deciding one."""
         last = self.deciding.pull_layout.unpack(pulled)
         parts = zip(self.following, requests[1:], strict=True)

@@ -19,7 +19,14 @@ from tf2dist.training.parameter_server.rows import KeptRows
 from tf2dist.training.parameter_server.server import ModelPart, PartSpec
 from tf2dist.training.parameter_server.storage import Storage
 from tf2dist.training.parameter_server.sync_replicas_counters import GradientCounters, GradientCounts
-from tf2dist.training.parameter_server.wire import GradientLayout, PackedCount, Parcel, Pulled, PullLayout, RowGradient
+from tf2dist.training.parameter_server.wire import (
+    GradientLayout,
+    PackedCount,
+    Pulled,
+    PullLayout,
+    RowGradient,
+    WireTensors,
+)
 
 BITS = tf.TensorSpec([2], tf.float32)  # of a `PackedCount`
 INDEX = tf.TensorSpec([], tf.int64)
@@ -126,14 +133,14 @@ class DecidingServer(AggregatingServer):
     def _made_by(self) -> list[tf.Tensor]:
         return [tf.cast(self._counters.made_by.read_value(), tf.float32)]
 
-    def _begin(self, worker: tf.Tensor, *request: tf.Tensor) -> Parcel:
+    def _begin(self, worker: tf.Tensor, *request: tf.Tensor) -> WireTensors:
         """The pull at the beginning of a call, which may have to wait for the end of the step."""
         with tf.control_dependencies([self._counters.begin_call()]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
             return self.pulled(*request)
 
-    def _exchange(self, pushed: Parcel, worker: tf.Tensor, *request: tf.Tensor) -> Parcel:
+    def _exchange(self, pushed: WireTensors, worker: tf.Tensor, *request: tf.Tensor) -> WireTensors:
         """A push and, in the next step, a pull."""
         with tf.control_dependencies([self._admit(pushed, worker)]):
             waited = self._wait(worker)
@@ -152,16 +159,16 @@ class DecidingServer(AggregatingServer):
 
         return self._gate.wait(look)
 
-    def _push(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
+    def _push(self, pushed: WireTensors, worker: tf.Tensor) -> tf.Tensor:
         """See `_admit`; returns what `pushed_by` does then."""
         with tf.control_dependencies([self._admit(pushed, worker)]):
             return self._pushed_by(worker)
 
-    def _admit(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
+    def _admit(self, pushed: WireTensors, worker: tf.Tensor) -> tf.Tensor:
         """Takes a gradient, or drops it; one at a time."""
         return locked(self._lock, lambda: self._decide(pushed, worker))
 
-    def _decide(self, pushed: Parcel, worker: tf.Tensor) -> None:
+    def _decide(self, pushed: WireTensors, worker: tf.Tensor) -> None:
         gradient, pulled_at, rows = self.push_layout.unpack(pushed)
         step = self.step.read_value()
         is_open = step < self._limit.read_value()
@@ -174,7 +181,7 @@ class DecidingServer(AggregatingServer):
         # Beyond the end, and while the training pauses, nothing is counted: the batch is computed once more.
         tf.cond(is_open, _branch(take_or_drop), _branch(tf.no_op))
 
-    def _take(self, gradient: Parcel, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
+    def _take(self, gradient: WireTensors, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
         """Takes a gradient, and makes the step if it is complete with this one."""
         count = self._counters.take(worker, step, self.quota)
         complete = _branch(lambda: self._complete(gradient, rows, count, step))
@@ -184,7 +191,7 @@ class DecidingServer(AggregatingServer):
         """Whether so many gradients make the step."""
         return count == self.replicas
 
-    def _keep(self, gradient: Parcel, rows: list[RowGradient], count: tf.Tensor) -> None:
+    def _keep(self, gradient: WireTensors, rows: list[RowGradient], count: tf.Tensor) -> None:
         """Keeps a gradient for the step, as number `count` of it."""
         pairs = list(zip(self._total, gradient, strict=True))
 
@@ -201,7 +208,7 @@ class DecidingServer(AggregatingServer):
         for kept, own in zip(self._kept_rows, rows, strict=True):
             kept.keep(count - 1, *own)
 
-    def _complete(self, gradient: Parcel, rows: list[RowGradient], count: tf.Tensor, step: tf.Tensor) -> None:
+    def _complete(self, gradient: WireTensors, rows: list[RowGradient], count: tf.Tensor, step: tf.Tensor) -> None:
         """Makes the step of the last gradient and of those that were kept."""
         if self.replicas == 1:
             self._make_step(gradient, rows, step)
@@ -211,7 +218,7 @@ class DecidingServer(AggregatingServer):
         rows_of_all = [kept.sum_of(before, own) for kept, own in zip(self._kept_rows, rows, strict=True)]
         self._make_step(sums, rows_of_all, step)
 
-    def _make_step(self, total: Parcel, rows: list[RowGradient], step: tf.Tensor) -> None:
+    def _make_step(self, total: WireTensors, rows: list[RowGradient], step: tf.Tensor) -> None:
         """Applies the mean of the gradients whose sums are `total` and `rows`, and moves on."""
         changes, sums, factor = self.push_layout.mean(total)
         graph = tf.compat.v1.get_default_graph()
@@ -264,7 +271,7 @@ class FollowingServer(AggregatingServer):
     def restore(self, step: int) -> None:
         self.step.assign(step)
 
-    def _keep(self, pushed: Parcel, worker: tf.Tensor) -> tf.Tensor:
+    def _keep(self, pushed: WireTensors, worker: tf.Tensor) -> tf.Tensor:
         """Keeps a gradient until it is decided whether it is in the step."""
         gradient, pulled_at, rows = self.push_layout.unpack(pushed)
 
@@ -280,7 +287,7 @@ class FollowingServer(AggregatingServer):
 
         return locked(self._lock, keep_if_in_time)
 
-    def _follow(self, bits: tf.Tensor, made_by: tf.Tensor, *request: tf.Tensor) -> Parcel:
+    def _follow(self, bits: tf.Tensor, made_by: tf.Tensor, *request: tf.Tensor) -> WireTensors:
         """All variables, at least at the step `bits`, which was made by these workers."""
         step = tf.cast(PackedCount(bits).value(), tf.int64)
 

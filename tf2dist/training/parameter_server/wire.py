@@ -25,7 +25,7 @@ import tensorflow as tf
 from tf2dist.model.packing import Buckets, Shaped
 from tf2dist.training.parameter_server.counters import ONES
 
-Parcel = list[tf.Tensor]  # the buckets that go to or come from one ps
+WireTensors = list[tf.Tensor]  # the buckets that go to or come from one ps
 # Asks one ps for rows: an int32 vector, how many ids of each table, then the ids as the ps counts them; empty without
 # tables.
 Request = Sequence[tf.Tensor]
@@ -97,7 +97,7 @@ class Gradient(NamedTuple):
         rows: of each table the gradients of its rows.
     """
 
-    added: Parcel
+    added: WireTensors
     pulled_at: tf.Tensor
     rows: list[RowGradient]
 
@@ -107,10 +107,10 @@ def make_request(ids: list[tf.Tensor]) -> Request:
     return [tf.concat([tf.stack([tf.size(own) for own in ids]), *ids], 0)] if ids else []
 
 
-def add_request(parcel: Parcel, request: Request) -> Parcel:
+def add_request(buckets: WireTensors, request: Request) -> WireTensors:
     """A push with the request of the next step at its end."""
-    first, *others = parcel
-    return [tf.concat([first, *(tf.bitcast(one, tf.float32) for one in request)], 0), *others] if request else parcel
+    first, *others = buckets
+    return [tf.concat([first, *(tf.bitcast(one, tf.float32) for one in request)], 0), *others] if request else buckets
 
 
 class RowsLayout:
@@ -218,10 +218,10 @@ class PullLayout:
 
     def pack(
         self, values: list[tf.Tensor], applied: PackedCount, rows: Sequence[tf.Tensor] = (), *made_by: tf.Tensor
-    ) -> Parcel:
+    ) -> WireTensors:
         return self._buckets.pack(values, applied.bits, *made_by, *self.rows.pack(rows))
 
-    def unpack(self, buckets: Parcel, request: Request = ()) -> Pulled:
+    def unpack(self, buckets: WireTensors, request: Request = ()) -> Pulled:
         """What was packed; `request`: of the rows, or none if they are not needed."""
         values, (bits, *others) = self._buckets.unpack(buckets, *self._sizes, *self.rows.sizes)
         made_by, flat = others[: len(self._sizes) - 1], others[len(self._sizes) - 1 :]
@@ -263,7 +263,7 @@ class PushLayout:
         pulled: Sequence[tf.Tensor] = (),
         rows: Sequence[tf.Tensor] = (),
         request: Request = (),
-    ) -> Parcel:
+    ) -> WireTensors:
         """The buckets of one update.
 
         Args:
@@ -278,13 +278,13 @@ class PushLayout:
         own = pulled_at.bits, ONES, sums
         return self._buckets.pack([*changes, *pulled], *own, *self._rows.pack_gradients(rows, request))
 
-    def unpack(self, buckets: Parcel) -> Pushed:
+    def unpack(self, buckets: WireTensors) -> Pushed:
         tensors, (bits, added, *tail) = self._buckets.unpack(buckets, COUNT, self._added, *self._rows.sizes)
         changes, pulled = tensors[: len(self.variables)], tensors[len(self.variables) :]
         pulled_at = tf.cast(PackedCount(bits).value(), tf.int64)
         return Pushed(changes, pulled, pulled_at, added, self._rows.unpack_gradients(tail))
 
-    def next_request(self, buckets: Parcel) -> Request:
+    def next_request(self, buckets: WireTensors) -> Request:
         """The request that `add_request` has added."""
         size = self._buckets.specs[0].shape[0]
         return self._rows.next_request([buckets[0][size:] for _ in self._rows.sizes])
@@ -321,7 +321,7 @@ class GradientLayout:
         pulled_at: PackedCount,
         rows: Sequence[tf.Tensor] = (),
         request: Request = (),
-    ) -> Parcel:
+    ) -> WireTensors:
         """The buckets of one gradient.
 
         Args:
@@ -334,14 +334,14 @@ class GradientLayout:
         own = share[None], sums[: self._num_sums], pulled_at.bits
         return self._buckets.pack(changes, *own, *self._rows.pack_gradients(rows, request))
 
-    def unpack(self, buckets: Parcel) -> Gradient:
+    def unpack(self, buckets: WireTensors) -> Gradient:
         """A gradient as it is added to others."""
         first, *large = buckets
         added, bits, *tail = tf.split(first, [self.added[0].shape[0], COUNT, *self._rows.sizes])
         pulled_at = tf.cast(PackedCount(bits).value(), tf.int64)
         return Gradient([added, *large], pulled_at, self._rows.unpack_gradients(tail))
 
-    def mean(self, total: Parcel) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    def mean(self, total: WireTensors) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         """The mean change of each variable from the sum over an aggregate; [mean loss, other sums of the step]; and
         the factor that makes a mean of a sum."""
         _, (share, sums) = self._buckets.unpack(total, 1, self._num_sums)
