@@ -77,7 +77,7 @@ class GraphsSpec:
 
 
 @dataclass(frozen=True)
-class Call:
+class PsCall:
     """The call of a worker, in the graph that is made for it.
 
     Attributes:
@@ -154,7 +154,7 @@ class PsGraphs(abc.ABC):
         ]
 
     def train_function(self, num_steps: int) -> Any:
-        """``function(*limit)``: `num_steps` steps; `limit`: see `Call`, if any."""
+        """``function(*limit)``: `num_steps` steps; `limit`: see `PsCall`, if any."""
 
         def steps(*limit: tf.Tensor) -> None:
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
@@ -268,16 +268,16 @@ class PsGraphs(abc.ABC):
     # How a worker speaks to the ps in a call.
 
     @abc.abstractmethod
-    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
         """Asks the ps which batches the call takes, and how many steps of the worker they have counted."""
 
     @abc.abstractmethod
-    def _pull(self, call: Call, requests: list[Request]) -> list[WireTensors]:
+    def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:
         """What the first step of a call pulls from each ps; `requests`: of rows, see `Routed`."""
 
     @abc.abstractmethod
     def _exchange(
-        self, call: Call, pushes: list[WireTensors], number: int, requests: list[Request]
+        self, call: PsCall, pushes: list[WireTensors], number: int, requests: list[Request]
     ) -> list[WireTensors]:
         """Pushes to each ps; returns what the next step pulls.
 
@@ -287,7 +287,7 @@ class PsGraphs(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _push(self, call: Call, pushes: list[WireTensors], number: int) -> tf.Tensor:
+    def _push(self, call: PsCall, pushes: list[WireTensors], number: int) -> tf.Tensor:
         """What the last step of a call, `number`, pushes to each ps; returns what is counted then."""
 
     @abc.abstractmethod
@@ -332,7 +332,7 @@ class PsGraphs(abc.ABC):
         """The gradients of the parts of variables; of tables those of the rows."""
         return self.routing.split(self.step.trainable, gradients, requests)
 
-    def _log(self, call: Call, after: tf.Tensor, loss: tf.Tensor) -> None:
+    def _log(self, call: PsCall, after: tf.Tensor, loss: tf.Tensor) -> None:
         """Prints into the worker's own log whenever it has passed a multiple of log_every_steps."""
         local_step, global_step = self._position(after)
         epoch = tf.maximum(global_step - 1, 0) // self.sharding.updates_per_pass
@@ -420,7 +420,7 @@ class AsyncGraphs(PsGraphs):
                 clipped |= zip(map(id, variables), own, strict=True)
         return list(clipped.values())
 
-    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
         (own,) = limit
         local_steps, first, count = tf.unstack(self.numbers.take(worker, num_steps))
         # The last call before a pause may have fewer batches. What it computes beyond them, from one of them, counts
@@ -431,20 +431,22 @@ class AsyncGraphs(PsGraphs):
             with tf.device(server.device):  # a tensor of the worker's would cost a transfer in each step
                 has_batch = tf.range(num_steps, dtype=tf.int64) < count
                 limits.append(tf.unstack(tf.where(has_batch, own, NO_UPDATE)))
-        return Call(worker, local_steps, numbers, limits, [server.counters.indices(worker) for server in self.servers])
+        return PsCall(
+            worker, local_steps, numbers, limits, [server.counters.indices(worker) for server in self.servers]
+        )
 
-    def _pull(self, call: Call, requests: list[Request]) -> list[WireTensors]:
+    def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:
         return [server.pull(*request) for server, request in zip(self.servers, requests, strict=True)]
 
     def _exchange(
-        self, call: Call, pushes: list[WireTensors], number: int, requests: list[Request]
+        self, call: PsCall, pushes: list[WireTensors], number: int, requests: list[Request]
     ) -> list[WireTensors]:
         with tf.device("CPU:0"):  # where the ids are
             pushes = [add_request(push, request) for push, request in zip(pushes, requests, strict=True)]
         parts = zip(self.servers, pushes, call.indices, call.limits, strict=True)
         return [server.exchange(push, indices, limits[number - 1]) for server, push, indices, limits in parts]
 
-    def _push(self, call: Call, pushes: list[WireTensors], number: int) -> tf.Tensor:
+    def _push(self, call: PsCall, pushes: list[WireTensors], number: int) -> tf.Tensor:
         parts = zip(self.servers, pushes, call.indices, call.limits, strict=True)
         first, *_ = [server.push(push, indices, limits[number - 1]) for server, push, indices, limits in parts]
         return first

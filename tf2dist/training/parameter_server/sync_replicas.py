@@ -29,7 +29,7 @@ from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.async_loop import PsLoop
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
 from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
-from tf2dist.training.parameter_server.graphs import Call, GraphsSpec, PsGraphs
+from tf2dist.training.parameter_server.graphs import GraphsSpec, PsCall, PsGraphs
 from tf2dist.training.parameter_server.rows import Routed
 from tf2dist.training.parameter_server.schedule import MAX_POLL_SECS, Scheduler, quiet_secs
 from tf2dist.training.parameter_server.server import PartSpec
@@ -103,25 +103,25 @@ class SyncReplicasGraphs(PsGraphs):
             pushes.append(server.push_layout.pack(own, share, output.sums, step, rows, request))
         return pushes, tf.math.divide_no_nan(output.sums[0], share)
 
-    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> Call:
+    def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
         local_steps = self.deciding.pushed_by(worker)[0]
         first = own_number(self._offsets, worker, local_steps)
-        return Call(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
+        return PsCall(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
 
-    def _pull(self, call: Call, requests: list[Request]) -> list[WireTensors]:
+    def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:
         return self._follow(self.deciding.begin(call.worker, *requests[0]), requests)
 
     def _exchange(
-        self, call: Call, pushes: list[WireTensors], number: int, requests: list[Request]
+        self, call: PsCall, pushes: list[WireTensors], number: int, requests: list[Request]
     ) -> list[WireTensors]:
         with tf.control_dependencies(self._keep(call, pushes)):
             return self._follow(self.deciding.exchange(pushes[0], call.worker, *requests[0]), requests)
 
-    def _push(self, call: Call, pushes: list[WireTensors], number: int) -> tf.Tensor:
+    def _push(self, call: PsCall, pushes: list[WireTensors], number: int) -> tf.Tensor:
         with tf.control_dependencies(self._keep(call, pushes)):
             return self.deciding.push(pushes[0], call.worker)
 
-    def _keep(self, call: Call, pushes: list[WireTensors]) -> list[tf.Tensor]:
+    def _keep(self, call: PsCall, pushes: list[WireTensors]) -> list[tf.Tensor]:
         # The deciding ps must not take a gradient of which another ps has no part.
         return [server.keep(push, call.worker) for server, push in zip(self.following, pushes[1:], strict=True)]
 
