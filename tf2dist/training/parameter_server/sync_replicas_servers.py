@@ -7,6 +7,7 @@ which apply the mean of the same gradients before they answer. So no worker's de
 other worker, or the coordinator, brings what was decided to the ps that have not heard of it.
 """
 
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.model.tables import apply_rows
-from tf2dist.training.parameter_server.gate import Gate
 from tf2dist.training.parameter_server.rows import KeptRows
 from tf2dist.training.parameter_server.server import ModelPart, PartSpec
 from tf2dist.training.parameter_server.storage import Storage
@@ -31,6 +31,64 @@ from tf2dist.training.parameter_server.wire import (
 BITS = tf.TensorSpec([2], tf.float32)  # of a `PackedCount`
 INDEX = tf.TensorSpec([], tf.int64)
 CLOSED = np.int64(0)  # a limit that every step has reached
+Look = Callable[[], tuple[tf.Tensor, tf.Tensor]]  # the step, and whether a worker has to wait in it
+
+
+class StepBarrier:
+    """Wakes the workers that wait for the end of a step; to be made under the device of the ps.
+
+    A waiting worker takes a token from a queue, which costs no thread and no time, and then looks again. Tokens say
+    no more than "look": one too many does no harm. Should one be missing, because the call of a lost worker has taken
+    it, `wake` gives more; the coordinator calls it whenever the step makes no progress.
+
+    Args:
+        num_workers: that may wait at once.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        # Two, used in turn: the tokens of a step would otherwise be taken by workers that are a step further.
+        # Not `tf.queue.FIFOQueue`, whose Python object destroys the queue when it is collected, and crashes the process
+        # if the cluster is gone by then. These stay as long as the ps, and are some bytes.
+        self._queues = [
+            tf.raw_ops.FIFOQueueV2(component_types=[tf.int32], shapes=[[]], shared_name=f"barrier-{uuid.uuid4()}")
+            for _ in range(2)
+        ]
+        self._num_tokens = 2 * num_workers  # calls of lost workers may wait here, too
+
+    def wait(self, look: Look) -> tf.Tensor:
+        """In a graph: returns the step once `look` finds that there is nothing to wait for."""
+
+        def wait_and_look(step: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            token = self._of_step(step, self._take)
+            with tf.control_dependencies([token]):
+                return look()
+
+        # The queue is that of the step which the look has seen: its tokens come after the step has moved on.
+        return tf.while_loop(lambda _, must_wait: must_wait, wait_and_look, look())[0]
+
+    def open(self, step: tf.Tensor) -> tf.Tensor:
+        """In a graph: wakes the workers that wait in `step`, which is over."""
+        return self._of_step(step, self._fill)
+
+    def wake(self) -> None:
+        """In a graph: makes all waiting workers look again."""
+        for queue in self._queues:
+            self._fill(queue)
+
+    def _take(self, queue: tf.Tensor) -> tf.Tensor:
+        (token,) = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int32])
+        return token
+
+    def _fill(self, queue: tf.Tensor) -> tf.Tensor:
+        # Tokens that nobody takes would otherwise become more with every step.
+        missing = tf.maximum(0, self._num_tokens - tf.raw_ops.QueueSizeV2(handle=queue))
+        filled = tf.raw_ops.QueueEnqueueManyV2(handle=queue, components=[tf.zeros(missing[None], tf.int32)])
+        with tf.control_dependencies([filled]):
+            return tf.constant(0)
+
+    def _of_step(self, step: tf.Tensor, act: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        even, odd = self._queues
+        return tf.cond(step % 2 == 0, lambda: act(even), lambda: act(odd))
 
 
 class AggregatingServer(ModelPart):
@@ -99,7 +157,7 @@ class DecidingServer(AggregatingServer):
             zeros = [tf.zeros(one.shape) for one in self.push_layout.added]
             self._total = [tf.Variable(zero, trainable=False, name="total") for zero in zeros]
             self._counters = GradientCounters(spec.num_workers, spec.num_metrics)
-            self._gate = Gate(spec.num_workers)
+            self._barrier = StepBarrier(spec.num_workers)
         super().__init__(spec, replicas, num_lookups)
         pushed, request = self.push_layout.specs, self.pull_layout.rows.request_types
         self.begin = self.on_device(self._begin, INDEX, *request)
@@ -157,7 +215,7 @@ class DecidingServer(AggregatingServer):
                 is_done = self._counters.done_by(worker) == step
             return step, tf.logical_and(is_open, is_done)
 
-        return self._gate.wait(look)
+        return self._barrier.wait(look)
 
     def _push(self, pushed: WireTensors, worker: tf.Tensor) -> tf.Tensor:
         """See `_admit`; returns what `pushed_by` does then."""
@@ -228,7 +286,7 @@ class DecidingServer(AggregatingServer):
         with tf.control_dependencies(graph.get_operations()[earlier:]):
             moved = self.step.assign_add(1)  # counted when it has been done
         with tf.control_dependencies([moved]):
-            self._gate.open(step)
+            self._barrier.open(step)
 
     def _assign_limit(self, limit: tf.Tensor) -> tf.Tensor:
         """Sets the limit, and forgets what was taken of a step that is not complete."""
@@ -242,7 +300,7 @@ class DecidingServer(AggregatingServer):
         return limit
 
     def _wake(self) -> None:
-        self._gate.wake()
+        self._barrier.wake()
 
     def _pushed_by(self, worker: tf.Tensor) -> tf.Tensor:
         """The gradients that a worker has pushed, and the step; int64 [2]."""
