@@ -49,9 +49,11 @@ INTERNALS = ("tf_internals", "tf_constants")  # a package, and a module for room
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Every module below `package`, by its dotted name there; "" is the package itself."""
+    """Every module below `package`, by its dotted name there; "" is the package itself. Templates are none."""
     result = {}
     for path in package.rglob("*.py"):
+        if path.parent.name == "templates":
+            continue
         parts = path.relative_to(package).with_suffix("").parts
         result[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return result

@@ -1,8 +1,10 @@
 """What the requests to all engines have in common: the tasks in the order of their ranks, and their command."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import PurePosixPath
 
 import tf2dist
@@ -15,6 +17,8 @@ LOST = (137, *LOSSES)  # by SIGKILL, and of the tasks that have lost another one
 STOPPED = 143  # saved, or left, after SIGTERM: by an eviction, a time limit or the user
 SECS_BEYOND_GRACE = 30  # for ending the processes and for the last messages
 RUNS = PurePosixPath("/runs")  # where containers have their run directories
+# With what makes it a comment or a text, so that a template is a program by itself.
+PLACEHOLDER = re.compile(r'# @([A-Z_]+)@|"@([A-Z_]+)@"|@([A-Z_]+)@')
 MAX_VARIABLE = 128_000  # characters of an environment variable: 128 KiB, with its name
 
 
@@ -103,3 +107,9 @@ def check_mode(request: JobRequest, *, needs_ps: bool, other: str) -> None:
     """Refuses the modes that another engine serves. Raises ConfigError."""
     if request.has_ps != needs_ps:
         raise ConfigError(f"mode ({request.config.mode}): is not for this engine; render {other}, or choose another")
+
+
+def filled(template: str, **values: object) -> str:
+    """The text of a file in `templates`, with a value for each placeholder such as @NAME@."""
+    text = resources.files(__package__).joinpath("templates", template).read_text(encoding="utf-8")
+    return PLACEHOLDER.sub(lambda match: str(values[match[match.lastindex or 0].lower()]), text)

@@ -5,47 +5,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from tf2dist.errors import ConfigError
-from tf2dist.tools.engines.job_request import JobRequest
+from tf2dist.tools.engines.job_request import JobRequest, filled
 
 FILE = "job.py"
-
-SCRIPT = '''\
-"""Trains on a Ray cluster: each worker of Ray Train is a task of tf2dist.
-
-On a machine of the cluster: python {file}. From elsewhere: ray job submit --working-dir . -- python {file}
-All nodes need tf2dist in the Python that runs Ray, and a file system in common for run_dir.
-"""
-
-import sys
-
-import ray
-from ray.train import FailureConfig, ScalingConfig
-
-from tf2dist.engines.ray_train import Gang, run_command, train
-
-# Of python -m tf2dist, which every task runs.
-OPTIONS = [
-{options}
-]
-
-
-def train_loop() -> None:
-    """One task. To train a model of your own, call tf2dist.fit here instead, in the mode of the Gang."""
-    run_command(OPTIONS)
-
-
-ray.init(address="auto")
-sys.exit(
-    train(
-        train_loop,
-        Gang({gang}),
-        # Ray starts all tasks together. Add what your site asks for, such as accelerator_type.
-        ScalingConfig({scaling}),
-        # After a loss all tasks go on from the last checkpoint. Exit codes 1, 2 and 3 end the job.
-        FailureConfig(max_failures={restarts}),
-    )
-)
-'''
 
 
 def render(request: JobRequest) -> str:
@@ -60,9 +22,10 @@ def render(request: JobRequest) -> str:
             f"run_dir ({run_dir or 'null'}): after a loss another node may go on; give the path of a directory that "
             "all nodes share, as in run_dir=/shared/runs/mine"
         )
-    return SCRIPT.format(
+    return filled(
+        "ray_job.py",
         file=FILE,
-        options="\n".join(f"    {_literal(argument)}," for argument in request.arguments),
+        options="\n    ".join(f"{_literal(argument)}," for argument in request.arguments),
         gang=_keywords(gang(request)),
         scaling=_keywords(scaling(request)),
         restarts=request.restarts,
