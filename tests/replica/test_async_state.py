@@ -10,7 +10,7 @@ import pytest
 from tests.replica.small_runs import assert_exact, run_config, split_of
 from tf2dist import data, registry
 from tf2dist.config.schema import RunConfig
-from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.evaluation import Evaluation
 
 MakeLoop = Callable[..., Any]
 STEPS = 200

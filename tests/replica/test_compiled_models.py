@@ -16,9 +16,9 @@ from tests.replica.small_runs import run_config, source_and_splits
 from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
-from tf2dist.model import checks, support
+from tf2dist.model import model_checks, support
 from tf2dist.model.compiled_step import CompiledStep
-from tf2dist.model.evaluate import chunk_size
+from tf2dist.model.evaluation import chunk_size
 from tf2dist.model.source import EpochPlan, MakeOptimizer, build_step, plain_model
 from tf2dist.model.step import Step, StepOutput
 
@@ -343,7 +343,7 @@ def test_what_parts_of_a_batch_do_not_give_together_is_refused(name: str) -> Non
     for says, is_told in zip(told, (False, True), strict=True):
         refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*[a-z']$")
         with refusal if says not in ("", NOTED) else contextlib.nullcontext():
-            note = checks.check_batches("given", step, splits, gathers=not is_told)
+            note = model_checks.check_batches("given", step, splits, gathers=not is_told)
             assert bool(note) == (says == NOTED)
             if is_told:
                 support.check_step(support.SEVERAL_REPLICAS, "given", step)
@@ -385,7 +385,9 @@ def test_losses_that_are_one_number_for_a_batch(name: str) -> None:
     splits = data.Splits(load_digits(run_config().data).train)
     refusal = pytest.raises(ConfigError, match=rf"^model \(given\): .*{says}.*; .*mode=async$")
     with refusal if says == IS_SUM else contextlib.nullcontext():
-        assert ("not the mean over its examples" in checks.check_batches("given", step, splits)) == (says == NOTED)
+        assert ("not the mean over its examples" in model_checks.check_batches("given", step, splits)) == (
+            says == NOTED
+        )
 
 
 @pytest.mark.parametrize("make", [masked, lambda: compiled(dense(), CROSSENTROPY(ignore_class=3))])

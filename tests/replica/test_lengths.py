@@ -8,7 +8,7 @@ import pytest
 from tests.replica.small_runs import run_config
 from tf2dist.config.schema import TrainConfig
 from tf2dist.errors import ConfigError
-from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.evaluation import Evaluation
 from tf2dist.training.driver import Steps, StopCondition
 
 

@@ -15,7 +15,7 @@ from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tf2dist import data, registry
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
-from tf2dist.model import builtin, checks, support
+from tf2dist.model import builtin, model_checks, support
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.source import build_step
 from tf2dist.model.step import Step
@@ -95,7 +95,7 @@ def test_a_builder_with_other_arguments_is_refused(register: Callable[..., None]
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
 def test_probabilities_instead_of_logits_cause_a_warning(register: Callable[..., None], activation: str | None) -> None:
     register(registry.MODELS, lambda input_shape, num_classes: dense(10, activation))
-    advice = checks.advice_on_outputs(build_mine())
+    advice = model_checks.advice_on_outputs(build_mine())
     assert f"leave the {activation} out" in advice if activation else not advice
 
 

@@ -20,7 +20,7 @@ from tf2dist.config.schema import AlgorithmConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
-from tf2dist.model import checks, support
+from tf2dist.model import model_checks, support
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.source import build_step
 from tf2dist.training.synchronous.sync_setup import step_class
@@ -206,7 +206,7 @@ def test_where_updates_wait_for_the_end_of_a_step_a_step_that_needs_them_is_refu
     repeats, reads = step_of(lambda: linear(train_step=twice)), step_of(lambda: linear(train_step=after_update))
     with pytest.raises(ConfigError, match=r"model \(m\): its train_step applies an optimizer, or .*use mode=sync"):
         support.check_step(support.ASYNC, "m", repeats)
-    assert "reads weights that it has updated: with mode=async" in checks.note_on_phases(reads)
+    assert "reads weights that it has updated: with mode=async" in model_checks.note_on_phases(reads)
     for step in (repeats, reads):
         with pytest.raises(ConfigError, match="goes on with what it has updated, and with mode=sync_replicas all"):
             support.check_step(support.SYNC_REPLICAS, "m", step)
@@ -268,11 +268,11 @@ def summed(self: Linear, data: Any) -> Any:
 
 def test_several_synchronous_workers_refuse_sums_and_are_told_of_other_gradients() -> None:
     splits = Splits(Arrays(X, Y), num_classes=None)
-    assert checks.check_batches("m", step_of(linear), splits) == ""
-    note = checks.check_batches("m", step_of(lambda: linear(train_step=clipped)), splits)
+    assert model_checks.check_batches("m", step_of(linear), splits) == ""
+    note = model_checks.check_batches("m", step_of(lambda: linear(train_step=clipped)), splits)
     assert note.startswith("the gradient of a batch is not the mean over its examples: each step takes the mean of")
     with pytest.raises(ConfigError, match=r"model \(m\): the gradients of its train_step are a sum over the batch"):
-        checks.check_batches("m", step_of(lambda: linear(train_step=summed)), splits)
+        model_checks.check_batches("m", step_of(lambda: linear(train_step=summed)), splits)
 
 
 class Largest(Linear):
@@ -306,11 +306,11 @@ def test_several_synchronous_workers_refuse_state_that_is_no_mean_unless_they_ga
         return step_of(make)
 
     splits, of_all = Splits(Arrays(X, Y), num_classes=None), step_with(LargestOfAll)
-    assert checks.check_batches("m", of_all, splits) == ""
+    assert model_checks.check_batches("m", of_all, splits) == ""
     for step, gathers, way_out in ((step_with(Largest), True, ""), (of_all, False, "use mode=sync, and ")):
         says = rf"model \(m\): every step gives \S*largest a value that is not shown to be .*; {way_out}compute it"
         with pytest.raises(ConfigError, match=says):
-            checks.check_batches("m", step, splits, gathers)
+            model_checks.check_batches("m", step, splits, gathers)
 
 
 def with_numbers(self: Linear, data: Any) -> Any:
@@ -321,8 +321,8 @@ def with_numbers(self: Linear, data: Any) -> Any:
 
 def test_numbers_that_a_step_returns_are_averaged_over_the_steps() -> None:
     step = step_of(lambda: linear(train_step=with_numbers))
-    assert "error, examples: the history has the mean over the steps" in checks.note_on_numbers(step)
-    assert checks.note_on_numbers(step_of(linear)) == ""
+    assert "error, examples: the history has the mean over the steps" in model_checks.note_on_numbers(step)
+    assert model_checks.note_on_numbers(step_of(linear)) == ""
     function, place = tf.function(step, autograph=False), tf.zeros([2], tf.int64)
     batches = [[tf.constant(leaf[:size]) for leaf in (X, Y)] for size in (10, 50)]
     outputs = [function(*step.values(), leaves, place) for leaves in batches]

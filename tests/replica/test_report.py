@@ -21,7 +21,7 @@ from tests.replica.small_runs import run_config
 from tf2dist.cluster.spec import Task
 from tf2dist.messages import Note, ToLauncher
 from tf2dist.messages import ProgressMessage as Shown
-from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.evaluation import Evaluation
 from tf2dist.training.about import About
 from tf2dist.training.loop import Progress
 from tf2dist.training.report import Reporter

@@ -36,8 +36,6 @@ FLOORS = [
 ]
 # What a task does, on the floor of the doors: it knows no tools either.
 CORE_DOORS = ("run", "task")
-# To be mended; no other may come in their place.
-NAMES_TWICE = {"checks", "evaluate"}
 WITHOUT_TENSORFLOW = (
     *("config", "cluster", "hosts", "launch", "cli", "doctor"),
     *("compare", "engines", "evaluate", "export", "palette", "plot", "predict", "render", "__main__", ""),
@@ -161,7 +159,7 @@ def base_names_twice(package: Path) -> list[str]:
     for module, path in modules(package).items():
         homes.setdefault(path.stem, []).append(module)
     twice = {name for name in homes if len(homes[name]) > 1} - {"__init__", "__main__"}
-    return sorted(f"{name}: {', '.join(homes[name])}" for name in twice ^ NAMES_TWICE)
+    return sorted(f"{name}: {', '.join(homes[name])}" for name in twice)
 
 
 def reach_tensorflow(package: Path) -> list[str]:

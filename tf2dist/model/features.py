@@ -177,11 +177,11 @@ UNSIGNED = Feature("step", "untrained weights of type bool or unsigned integers"
 NOT_MEAN = Feature("step", 'weights with an aggregation other than `"mean"`', _not_mean)
 GATHERS = Feature("step", "`tf2dist.gather`", lambda step: _when(step.trace.gathers))
 
-# Features that `checks` finds when it runs a step.
+# Features that `model_checks` finds when it runs a step.
 
 
 def _run_elsewhere(step: Step) -> None:
-    """Finds nothing: see `checks.check_batches`."""
+    """Finds nothing: see `model_checks.check_batches`."""
 
 
 BATCH_SUM = Feature(

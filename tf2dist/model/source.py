@@ -16,7 +16,7 @@ from tf2dist.data.arrays import Layout
 from tf2dist.data.loading import load
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
-from tf2dist.model import checks, own_step, support
+from tf2dist.model import model_checks, own_step, support
 from tf2dist.model.builtin import build_model, build_optimizer
 from tf2dist.model.compiled_step import CompiledStep, has_own_loss
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
@@ -112,7 +112,7 @@ def build_step(
         compile_classifier(source.name, model, splits.num_classes, "sgd")
         model.optimizer = None
         x, _, _ = splits.layout.symbolic()
-        checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
+        model_checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
     if model.optimizer:
         make_optimizer = copies_of(model.optimizer, model.trainable_variables, source.name)
     else:
@@ -178,11 +178,11 @@ def make_variables(model: keras.Model, name: str, layout: Layout, tested: Layout
     Raises:
         ConfigError: it is no model that can be trained here, or it does not fit the data.
     """
-    checks.check_model(name, model)
+    model_checks.check_model(name, model)
     if has_own_step(model):
         own_step.build(model, layout, name, tested)
         return
-    checks.check_inputs(name, model, layout)
+    model_checks.check_inputs(name, model, layout)
     # A subclass of `keras.Model` learns the shape of its input from its first call.
     if not model.built:
         x, _, _ = layout.symbolic()

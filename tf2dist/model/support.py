@@ -1,7 +1,7 @@
 """Support of models: what each way of training refuses of a model and its optimizer, why, and the way out.
 
 A way of training is a mode, an algorithm or an option. Each has a table of the features that it refuses; docs/fit.md
-shows all of them. `checks` finds those features that only show when a step is run.
+shows all of them. `model_checks` finds those features that only show when a step is run.
 """
 
 from collections.abc import Mapping, Sequence

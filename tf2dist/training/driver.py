@@ -16,7 +16,7 @@ from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.checkpoint.store import NoSaver
 from tf2dist.config.schema import TrainConfig
 from tf2dist.errors import ConfigError, Interrupted, NotFiniteError
-from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.source import EpochPlan
 from tf2dist.process import heartbeat
 from tf2dist.process.inbox import asked_to_stop

@@ -15,7 +15,7 @@ from tf2dist.checkpoint.state import Named, assign, check_same, finalize, named_
 from tf2dist.checkpoint.store import Checkpoints, Notify, step_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.splits import Splits
-from tf2dist.model.evaluate import Evaluation, chunk_size, chunks
+from tf2dist.model.evaluation import Evaluation, chunk_size, chunks
 from tf2dist.model.features import finalizes
 from tf2dist.model.source import Source, build_step
 from tf2dist.process import heartbeat

@@ -23,8 +23,8 @@ from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
-from tf2dist.model.checks import advice_on
-from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.evaluation import Evaluation
+from tf2dist.model.model_checks import advice_on
 from tf2dist.model.source import EpochPlan
 from tf2dist.tf_internals import set_learning_rates
 from tf2dist.training.hooks import Change

@@ -14,7 +14,7 @@ from tf2dist.cluster.spec import Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
-from tf2dist.model.evaluate import Evaluation
+from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.metrics import Metrics, Results
 from tf2dist.training.about import About, LearningRates, hparams_of, summary_of
 from tf2dist.training.loop import Loop, Progress

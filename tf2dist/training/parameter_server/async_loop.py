@@ -23,8 +23,8 @@ from tf2dist.data.passes import Sharding
 from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.model import support
-from tf2dist.model.checks import note_on_phases
-from tf2dist.model.evaluate import Evaluation, chunks
+from tf2dist.model.evaluation import Evaluation, chunks
+from tf2dist.model.model_checks import note_on_phases
 from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never

@@ -13,7 +13,7 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import earlier_updates
 from tf2dist.data.passes import Sharding
 from tf2dist.model import support
-from tf2dist.model.evaluate import evaluated_sizes
+from tf2dist.model.evaluation import evaluated_sizes
 from tf2dist.model.shards import all_parts
 from tf2dist.model.source import build_step
 from tf2dist.model.step import Step

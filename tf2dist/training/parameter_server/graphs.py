@@ -21,7 +21,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Layout
 from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.data.splits import Splits
-from tf2dist.model.evaluate import chunk_size
+from tf2dist.model.evaluation import chunk_size
 from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.recurrence import recurrence_of
 from tf2dist.model.shards import Values, all_parts, cut, join, parts_of

@@ -21,7 +21,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model import support
-from tf2dist.model.checks import check_batches
+from tf2dist.model.model_checks import check_batches
 from tf2dist.model.shards import cut, parts_of
 from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import inner_optimizers

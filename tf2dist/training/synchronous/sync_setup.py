@@ -31,8 +31,8 @@ from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError, RequestError
 from tf2dist.model import support
-from tf2dist.model.checks import check_batches
-from tf2dist.model.evaluate import chunk_size, evaluated_sizes
+from tf2dist.model.evaluation import chunk_size, evaluated_sizes
+from tf2dist.model.model_checks import check_batches
 from tf2dist.model.own_step import OwnStep
 from tf2dist.model.shards import read_piece, row_pieces
 from tf2dist.model.source import build_step
