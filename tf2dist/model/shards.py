@@ -80,16 +80,16 @@ def join(variables: list[keras.Variable], values: Values) -> list[tf.Tensor]:
     return joined_values
 
 
-def cut(variables: list[keras.Variable], tensors: list[tf.Tensor]) -> Values:
-    """In a graph: tensors in the shapes of whole variables, such as gradients, cut for the parts."""
+def split(variables: list[keras.Variable], tensors: list[tf.Tensor]) -> Values:
+    """In a graph: tensors in the shapes of whole variables, such as gradients, as those of the parts."""
     values: Values = {}
     for variable, tensor in zip(variables, tensors, strict=True):
         parts = parts_of(variable)
-        cuts = [tensor]
+        pieces = [tensor]
         if len(parts) > 1:
             whole = tf.convert_to_tensor(tensor)  # the gradient of a table may come as some of its rows
-            cuts = [whole[rows] for rows in variable.value.rows]
-        values.update({id(part): piece for part, piece in zip(parts, cuts, strict=True)})
+            pieces = [whole[rows] for rows in variable.value.rows]
+        values.update({id(part): piece for part, piece in zip(parts, pieces, strict=True)})
     return values
 
 

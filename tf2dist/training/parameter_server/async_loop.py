@@ -259,7 +259,7 @@ class AsyncLoop(PsLoop):
             time.sleep(scheduler.secs_to_next_look(expected))
         self._has_ended = not left
         # A stop does not wait for the calls in flight, which may have many slow steps.
-        if PauseRequest.STOP in requested and missing > 0 and scheduler.cut():
+        if PauseRequest.STOP in requested and missing > 0 and scheduler.stop_early():
             return requested
         # At the end of the training the calls have nothing left to do; at another request they run to their end.
         return requested | scheduler.finish(pause_request)

@@ -24,7 +24,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.model.evaluation import chunk_size
 from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.recurrence import recurrence_of
-from tf2dist.model.shards import Values, all_parts, cut, join, parts_of
+from tf2dist.model.shards import Values, all_parts, join, parts_of, split
 from tf2dist.model.source import EpochPlan, MakeOptimizer
 from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import as_one_node, groups_of
@@ -402,7 +402,7 @@ class AsyncGraphs(PsGraphs):
             if new is not old:
                 decay, term = recurrence_of(new, old)
                 self._decays |= {id(part): decay for part in parts_of(variable)}
-                changes |= cut([variable], [term])
+                changes |= split([variable], [term])
         pushes = []
         for server, one, request in zip(self.servers, unpacked, routed.requests, strict=True):
             layout = server.push_layout(self._decays)

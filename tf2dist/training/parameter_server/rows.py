@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.model.shards import Values, cut, join, parts_of
+from tf2dist.model.shards import Values, join, parts_of, split
 from tf2dist.model.tables import Lookups
 from tf2dist.training.parameter_server.wire import Request, RowGradient, make_request
 
@@ -110,5 +110,5 @@ class Routing:
                 pieces = tf.split(tf.convert_to_tensor(tensor), sizes, num=len(places))
                 values |= zip(map(id, parts_of(variable)), pieces, strict=True)
             else:
-                values |= cut([variable], [tensor])
+                values |= split([variable], [tensor])
         return values

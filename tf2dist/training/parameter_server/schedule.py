@@ -87,7 +87,7 @@ def counts_of(servers: Sequence[ParameterServer]) -> list[tuple[int, int]]:
     return [(int(count[0]), int(count[1])) for count in counts]
 
 
-def cut(coordinator: Any, servers: Sequence[ParameterServer], ahead: int, limit: int, quiet_secs: float) -> bool:
+def stop_early(coordinator: Any, servers: Sequence[ParameterServer], ahead: int, limit: int, quiet_secs: float) -> bool:
     """Makes all ps stop at the same update soon, while calls are in flight.
 
     Returns:
@@ -182,7 +182,7 @@ def results(
 
 
 POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
-CUT_SECS = 0.2  # all ps are told where to stop in less time than this
+STOP_SECS = 0.2  # all ps are told where to stop in less time than this
 
 
 class Scheduler(abc.ABC):
@@ -277,10 +277,10 @@ class AsyncScheduler(Scheduler):
         # With one call each, a worker would be idle while the coordinator learns that its call is done.
         return 2 * self.num_steps * self.num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
 
-    def cut(self) -> bool:
-        """Ends the training after a few more steps, though calls are in flight; see `cut`."""
-        ahead = self.num_workers + int(CUT_SECS * self.steps_per_sec)
-        return cut(self._coordinator, self.graphs.servers, ahead, int(self._limit), self.quiet_secs())
+    def stop_early(self) -> bool:
+        """Ends the training after a few more steps, though calls are in flight; see `stop_early`."""
+        ahead = self.num_workers + int(STOP_SECS * self.steps_per_sec)
+        return stop_early(self._coordinator, self.graphs.servers, ahead, int(self._limit), self.quiet_secs())
 
     def _counted(self) -> Any:
         return counts_of(self.graphs.servers)

@@ -22,7 +22,7 @@ from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model import support
 from tf2dist.model.model_checks import check_batches
-from tf2dist.model.shards import cut, parts_of
+from tf2dist.model.shards import parts_of, split
 from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
@@ -91,7 +91,7 @@ class SyncReplicasGraphs(PsGraphs):
         trainable, state = self.inputs(values)
         output = self.step(trainable, state, leaves, step_place(worker, step.value()), share, routed.positions)
         # Changes rather than values, as with mode=sync: their weighted sum over the replicas becomes the mean.
-        of_state = cut(
+        of_state = split(
             self.step.state,
             [tf.cast(new - old, tf.float32) * share for new, old in zip(output.state, state, strict=True)],
         )
