@@ -53,20 +53,20 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
 
     pipeline = RangePipeline(train)
 
-    def take_ranges(ranges: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
+    def gather_ranges(ranges: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
         num_examples, seed, shuffle = map(int, order)
         return pipeline.take(ranges, ExampleOrder(num_examples, seed, bool(shuffle)))
 
-    _published[_token("train")] = take_ranges
+    _published[_token("train")] = gather_ranges
     evaluated = [parts[split] for split in EVALUATED]
 
     # The number of the split is an input, so that one graph serves the evaluation of every split.
-    def take(number: np.ndarray, index: np.ndarray) -> list[np.ndarray]:
+    def gather(number: np.ndarray, index: np.ndarray) -> list[np.ndarray]:
         arrays = evaluated[number]
         assert arrays is not None
         return arrays.take(index)
 
-    _published[_token("evaluated")] = take
+    _published[_token("evaluated")] = gather
     if splits.stream:
         for index in workers:
             splits.stream.batches(index, 0)  # what is wrong with a stream is reported here, not by the first step
@@ -237,7 +237,7 @@ OPEN = np.int64(-1)  # in place of the end of data that goes on
 class BatchNumbers:
     """Gives each call of a worker the numbers of its batches."""
 
-    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+    def next_batches(self, worker: tf.Tensor, num: int) -> tf.Tensor:
         """In the graph of a call: the steps that the ps have counted for the worker, the number of the first batch of
         the call, and how many batches it has, at most `num`; int64 [3]."""
         raise NotImplementedError
@@ -284,20 +284,21 @@ class SharedNumbers(BatchNumbers):
             # the worker before it.
             free, taken = np.zeros((sharding.num_shards + 1, 2), np.int64), np.zeros((sharding.num_shards, 3), np.int64)
             self._free = tf.Variable(free, trainable=False, name="free_batches")
-            self._taken = tf.Variable(taken, trainable=False, name="taken_batches")
+            self._handed_out = tf.Variable(taken, trainable=False, name="handed_out_batches")
             self._lock = tf.CriticalSection()
-        self._take = server.on_device(self._locked(self._take_next), INDEX, INDEX)
+        self._request = server.on_device(self._locked(self._hand_out), INDEX, INDEX)
         self._exchange = server.on_device(self._locked(self._replace), tf.TensorSpec(free.shape, tf.int64))
 
     def _locked(self, act: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         return lambda *args: self._lock.execute(lambda: act(*args))
 
-    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
-        return self._take(worker, tf.constant(num, tf.int64))
+    def next_batches(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+        return self._request(worker, tf.constant(num, tf.int64))
 
-    def _take_next(self, worker: tf.Tensor, num: tf.Tensor) -> tf.Tensor:
+    def _hand_out(self, worker: tf.Tensor, num: tf.Tensor) -> tf.Tensor:
         steps = tf.cast(self._counters.of_worker(worker)[TOTALS.index("steps")], tf.int64)
-        free, (first, last, before) = self._free.read_value(), tf.unstack(tf.gather(self._taken.read_value(), worker))
+        free, own = self._free.read_value(), tf.gather(self._handed_out.read_value(), worker)
+        first, last, before = tf.unstack(own)
         first += steps - before  # the first one of its last call that is not done
         is_done = first >= last
 
@@ -308,17 +309,17 @@ class SharedNumbers(BatchNumbers):
         left = self._free.assign(tf.stack([tf.where(is_taken, end, free[:, 0]), free[:, 1]], 1))
 
         first, last = tf.where(is_done, begin, first), tf.where(is_done, end, last)
-        taken = self._taken.scatter_nd_update(tf.reshape(worker, [1, 1]), tf.stack([first, last, steps])[None])
+        taken = self._handed_out.scatter_nd_update(tf.reshape(worker, [1, 1]), tf.stack([first, last, steps])[None])
         with tf.control_dependencies([left, taken]):  # the lock is held until what is returned is known
             return tf.stack([steps, first, last - first])
 
     def _replace(self, ranges: tf.Tensor) -> tf.Tensor:
         """Hands out these numbers from now on; returns those of before that no update has used; int64 [ranges, 2]."""
         steps = tf.cast(self._counters.steps(), tf.int64)
-        first, last, before = tf.unstack(self._taken.read_value(), axis=1)
+        first, last, before = tf.unstack(self._handed_out.read_value(), axis=1)
         left = tf.concat([tf.stack([first + steps - before, last], 1), self._free.read_value()], 0)
         with tf.control_dependencies([left]):
-            replaced = [self._free.assign(ranges), self._taken.assign(tf.zeros_like(self._taken))]
+            replaced = [self._free.assign(ranges), self._handed_out.assign(tf.zeros_like(self._handed_out))]
         with tf.control_dependencies(replaced):
             return tf.identity(left)
 
@@ -357,7 +358,7 @@ class WorkerNumbers(BatchNumbers):
     def __init__(self, server: ParameterServer, offsets: list[int], sharding: Sharding) -> None:
         self._server, self._offsets, self._sharding = server, offsets, sharding
 
-    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+    def next_batches(self, worker: tf.Tensor, num: int) -> tf.Tensor:
         steps = tf.cast(self._server.worker_totals(worker)[TOTALS.index("steps")], tf.int64)
         return tf.stack([steps, own_number(self._offsets, worker, steps), num])
 
@@ -385,7 +386,7 @@ class EndingNumbers(WorkerNumbers):
         self._begin = server.on_device(self._begun, INDEX)
         self._note = server.on_device(self._noted, INDEX, INDEX, INDEX, INDEX)
 
-    def take(self, worker: tf.Tensor, num: int) -> tf.Tensor:
+    def next_batches(self, worker: tf.Tensor, num: int) -> tf.Tensor:
         steps, first, epoch, others_go_on, repeats = tf.unstack(self._begin(worker))
         count = remote_count(worker, epoch, first, num, others_go_on)
         end = tf.where(count < num, first + count, OPEN)

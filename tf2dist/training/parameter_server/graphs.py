@@ -422,7 +422,7 @@ class AsyncGraphs(PsGraphs):
 
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
         (own,) = limit
-        local_steps, first, count = tf.unstack(self.numbers.take(worker, num_steps))
+        local_steps, first, count = tf.unstack(self.numbers.next_batches(worker, num_steps))
         # The last call before a pause may have fewer batches. What it computes beyond them, from one of them, counts
         # for nothing.
         numbers = first + tf.minimum(tf.range(num_steps, dtype=tf.int64), tf.maximum(count - 1, 0))

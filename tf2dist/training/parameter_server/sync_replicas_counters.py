@@ -50,25 +50,25 @@ class GradientCounters:
         self._begun = counter()
         self._sums = counter(self._num_sums, dtype=tf.float64)
         self._pushed, self._aggregated, self._dropped = (counter(num_workers) for _ in range(3))
-        self._taken, self.made_by = (counter(num_workers) for _ in range(2))
+        self._accepted, self.made_by = (counter(num_workers) for _ in range(2))
         self._done = tf.Variable(tf.fill([num_workers], NO_STEP), trainable=False)
 
     def begin_call(self) -> tf.Tensor:
         return self._begun.assign_add(1, read_value=False)
 
-    def take(self, worker: tf.Tensor, step: tf.Tensor, quota: int) -> tf.Tensor:
+    def accept(self, worker: tf.Tensor, step: tf.Tensor, quota: int) -> tf.Tensor:
         """Counts a gradient of the step that is under way; returns how many there are now.
 
         Args:
             quota: how many a worker may give.
         """
         self._add(self._pushed, worker)
-        self._add(self._taken, worker)
-        taken = self._taken.read_value()
+        self._add(self._accepted, worker)
+        accepted = self._accepted.read_value()
         # The step and not a mark, which would have to be taken back in the same moment in which the step moves on.
-        done = tf.where(tf.gather(taken, worker) >= quota, step, NO_STEP)
+        done = tf.where(tf.gather(accepted, worker) >= quota, step, NO_STEP)
         self._done.scatter_nd_update(tf.reshape(worker, [1, 1]), done[None])
-        return tf.reduce_sum(taken)
+        return tf.reduce_sum(accepted)
 
     def done_by(self, worker: tf.Tensor) -> tf.Tensor:
         """The last step to which the worker has given all that it may."""
@@ -79,17 +79,17 @@ class GradientCounters:
         self._add(self._dropped, worker)
 
     def aggregate(self, sums: tf.Tensor) -> None:
-        """Counts an aggregate of what was taken; `sums`: its mean loss, its examples, its metrics."""
+        """Counts an aggregate of what was accepted; `sums`: its mean loss, its examples, its metrics."""
         self._sums.assign_add(tf.cast(sums, tf.float64))
-        taken = self._taken.read_value()
-        self._aggregated.assign_add(taken)
-        self.made_by.assign(taken)
-        self._taken.assign(tf.zeros_like(taken))
+        accepted = self._accepted.read_value()
+        self._aggregated.assign_add(accepted)
+        self.made_by.assign(accepted)
+        self._accepted.assign(tf.zeros_like(accepted))
 
     def discard(self) -> None:
         """Forgets the gradients of the step that is under way: their batches are computed once more."""
-        self._pushed.assign_sub(self._taken.read_value())
-        self._taken.assign(tf.zeros([self._num_workers], tf.int64))
+        self._pushed.assign_sub(self._accepted.read_value())
+        self._accepted.assign(tf.zeros([self._num_workers], tf.int64))
         self._done.assign(tf.fill([self._num_workers], NO_STEP))
 
     def pushed_by(self, worker: tf.Tensor) -> tf.Tensor:

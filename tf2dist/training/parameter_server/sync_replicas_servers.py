@@ -59,7 +59,7 @@ class StepBarrier:
         """In a graph: returns the step once `look` finds that there is nothing to wait for."""
 
         def wait_and_look(step: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            token = self._of_step(step, self._take)
+            token = self._of_step(step, self._dequeue)
             with tf.control_dependencies([token]):
                 return look()
 
@@ -75,7 +75,7 @@ class StepBarrier:
         for queue in self._queues:
             self._fill(queue)
 
-    def _take(self, queue: tf.Tensor) -> tf.Tensor:
+    def _dequeue(self, queue: tf.Tensor) -> tf.Tensor:
         (token,) = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int32])
         return token
 
@@ -232,21 +232,21 @@ class DecidingServer(AggregatingServer):
         is_open = step < self._limit.read_value()
         in_time = tf.logical_and(pulled_at == step, self._counters.done_by(worker) != step)
 
-        def take_or_drop() -> None:
-            take, drop = (lambda: self._take(gradient, rows, worker, step)), (lambda: self._counters.drop(worker))
-            tf.cond(in_time, _branch(take), _branch(drop))
+        def accept_or_drop() -> None:
+            accept, drop = (lambda: self._accept(gradient, rows, worker, step)), (lambda: self._counters.drop(worker))
+            tf.cond(in_time, _branch(accept), _branch(drop))
 
         # Beyond the end, and while the training pauses, nothing is counted: the batch is computed once more.
-        tf.cond(is_open, _branch(take_or_drop), _branch(tf.no_op))
+        tf.cond(is_open, _branch(accept_or_drop), _branch(tf.no_op))
 
-    def _take(self, gradient: WireTensors, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
+    def _accept(self, gradient: WireTensors, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
         """Takes a gradient, and makes the step if it is complete with this one."""
-        count = self._counters.take(worker, step, self.quota)
+        count = self._counters.accept(worker, step, self.quota)
         complete = _branch(lambda: self._complete(gradient, rows, count, step))
         tf.cond(self.is_complete(count), complete, _branch(lambda: self._keep(gradient, rows, count)))
 
     def is_complete(self, count: tf.Tensor) -> tf.Tensor:
-        """Whether so many gradients make the step."""
+        """Whether so many gradients make the step; a single one only if `replicas` is 1."""
         return count == self.replicas
 
     def _keep(self, gradient: WireTensors, rows: list[RowGradient], count: tf.Tensor) -> None:
