@@ -20,8 +20,8 @@ import tensorflow as tf
 from tf2dist.cluster.addresses import listen_at_own
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ClusterError
-from tf2dist.training.synchronous import mesh
-from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce
+from tf2dist.training.synchronous import peers
+from tf2dist.training.synchronous.all_reduce import ONE_HOP_BYTES, AllReduce, connect
 from tf2dist.training.synchronous.peers import LostWorkerError
 from tf2dist.training.synchronous.shared_memory import SharedMemory, open_shared_memory
 
@@ -52,7 +52,7 @@ def shared(num_workers: int, secrets: Sequence[bytes] = ()) -> list[SharedMemory
 
 
 class Together:
-    """The sum over threads for `mesh.join`; a real run computes it through TensorFlow's cluster."""
+    """The sum over threads for `connect`; a real run computes it through TensorFlow's cluster."""
 
     def __init__(self, num_workers: int) -> None:
         self._barrier, self._lock = threading.Barrier(num_workers), threading.Lock()
@@ -248,11 +248,11 @@ def test_a_lost_worker_ends_the_call_of_the_others(size: int, with_memory: bool)
 
 def join_all(num_workers: int, secrets: tuple[bytes, ...] = ()) -> list[Any]:
     cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{1000 + index}" for index in range(num_workers))})
-    together, secret = Together(num_workers), os.urandom(mesh.SECRET_BYTES)
+    together, secret = Together(num_workers), os.urandom(peers.SECRET_BYTES)
 
     def join(index: int) -> AllReduce | None:
         own = secrets[index] if secrets else secret
-        return mesh.join(cluster, Task("worker", index), own, together.add_up)
+        return connect(cluster, Task("worker", index), own, together.add_up)
 
     return at_once([partial(join, index) for index in range(num_workers)])
 
@@ -272,10 +272,10 @@ def test_all_workers_fall_back_if_one_of_them_must(
         return listen_at_own(cluster, task)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mesh, "listen_at_own", refuse_one)
+        patch.setattr(peers, "listen_at_own", refuse_one)
         assert join_all(3) == [None] * 3
     assert "no port is free" in capsys.readouterr().out
-    monkeypatch.setattr(mesh, "CONNECT_SECS", 1.0)
+    monkeypatch.setattr(peers, "CONNECT_SECS", 1.0)
     assert join_all(2, secrets=(b"a" * 32, b"b" * 32)) == [None] * 2
     assert "worker 0 is not connected with all others" in capsys.readouterr().out
 
@@ -283,12 +283,12 @@ def test_all_workers_fall_back_if_one_of_them_must(
 def test_connections_without_the_secret_are_turned_away() -> None:
     """Those that connect first and send a wrong secret, or half of it, do not keep the worker out."""
     cluster = Cluster("sync", {"worker": ("127.0.0.1:1", "127.0.0.1:2")})
-    first, second = (mesh.Mesh(cluster, Task("worker", index)) for index in range(2))
+    first, second = (peers.Mesh(cluster, Task("worker", index)) for index in range(2))
     strangers = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(3)]
-    strangers[0].sendall(b"x" * mesh.SECRET_BYTES + struct.pack(">I", 1))
+    strangers[0].sendall(b"x" * peers.SECRET_BYTES + struct.pack(">I", 1))
     strangers[1].sendall(b"s" * 7)
     strangers[1].shutdown(socket.SHUT_WR)
-    secret = b"s" * mesh.SECRET_BYTES
+    secret = b"s" * peers.SECRET_BYTES
     strangers[2].sendall(secret + b"\0\0")
     strangers[2].shutdown(socket.SHUT_WR)
     ports = [first.port, second.port]

@@ -307,7 +307,7 @@ BREAKS = [
     (
         "the twins do not know each other",
         "training/parameter_server/loop.py",
-        "import tf2dist.training.synchronous.mesh",
+        "import tf2dist.training.synchronous.peers",
     ),
     ("private names stand in one package", "model/step.py", "from tensorflow.python.eager import context"),
     ("private names stand in one package", "model/step.py", "import keras.src.backend"),

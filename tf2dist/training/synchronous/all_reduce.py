@@ -13,12 +13,13 @@ copied by the sender and by the receiver.
 import itertools
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tf2dist.training.synchronous.peers import LostWorkerError, Peers
-from tf2dist.training.synchronous.shared_memory import ALIGNMENT, SharedMemory
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.training.synchronous.peers import LostWorkerError, Mesh, Peers
+from tf2dist.training.synchronous.shared_memory import ALIGNMENT, SharedMemory, open_shared_memory
 
 ONE_HOP_BYTES = 128 * 1024  # up to this size, the bytes that two hops save cost less than the second hop
 PIECE = 128 * 1024  # elements of a piece; those of a few workers fit into the cache of a core
@@ -211,3 +212,35 @@ class AllReduce:
         self._peers.close()
         if self._memory:
             self._memory.close()
+
+
+def connect(
+    cluster: Cluster, task: Task, secret: bytes, add_up: Callable[[list[float]], np.ndarray]
+) -> AllReduce | None:
+    """Connects the workers; to be called by all of them. Either all of them get an `AllReduce`, or none does.
+
+    Args:
+        secret: `peers.SECRET_BYTES`, the same for all workers.
+        add_up: sums the vectors that all workers pass to it.
+
+    Returns:
+        None if a worker is not connected with all others, and for a worker that is alone.
+    """
+    num_workers = cluster.num_workers
+    if num_workers == 1:
+        return None
+    mesh = Mesh(cluster, task)
+    index = cluster.training_tasks.index(task)
+    # Each worker passes its port at its own index and 0 elsewhere, so the sum holds all ports; 0 for one that does not
+    # listen, which must call `add_up` all the same, or the others would wait for it.
+    ports = [int(port) for port in add_up([float(mesh.port) * (other == index) for other in range(num_workers)])]
+    sockets = mesh.connect(ports, secret) if all(ports) else {}
+    mesh.close()
+    # All of them get the same sum, so all of them decide alike.
+    connected = add_up([float(len(sockets) == num_workers - 1)])[0]
+    if connected == num_workers:
+        return AllReduce(index, sockets, open_shared_memory(index, num_workers, secret, add_up))
+    for sock in sockets.values():
+        sock.close()
+    print(mesh.why_not or "another worker is not connected with all others", flush=True)
+    return None

@@ -31,8 +31,8 @@ from tf2dist.process.strategy import (
     from_all,
     sum_over_workers,
 )
-from tf2dist.training.synchronous import mesh
-from tf2dist.training.synchronous.all_reduce import AllReduce
+from tf2dist.training.synchronous.all_reduce import AllReduce, connect
+from tf2dist.training.synchronous.peers import SECRET_BYTES
 
 NAMES = {"nccl": "NCCL's", "tf2dist": "tf2dist's own", "tensorflow": "TensorFlow's ring over gRPC"}
 NCCL = "libnccl.so.2"
@@ -211,8 +211,8 @@ class Workers:
 
     def _connect(self) -> AllReduce | None:
         # Every worker draws a secret, and that of worker 0 counts.
-        secret = self.broadcast(os.urandom(mesh.SECRET_BYTES))
-        return mesh.join(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)))
+        secret = self.broadcast(os.urandom(SECRET_BYTES))
+        return connect(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)))
 
     def wait_for_all(self) -> None:
         """Waits until all workers have finished.
