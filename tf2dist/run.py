@@ -22,7 +22,7 @@ from tf2dist.model.source import plain_model
 from tf2dist.process import devices, heartbeat, profiling
 from tf2dist.process.inbox import end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
-from tf2dist.training import stragglers, timeline
+from tf2dist.training import stragglers
 from tf2dist.training.driver import Driver, Epochs, Steps
 from tf2dist.training.evaluator import Evaluator, follow
 from tf2dist.training.finished_model import describe, write_model
@@ -64,8 +64,8 @@ def run_task(context: TaskContext) -> None:
         keras.mixed_precision.set_global_policy(f"mixed_{config.devices.precision}")
 
     if task in cluster.training_tasks:
-        stragglers.publish(config, cluster)
-        timeline.publish(config, run_dir)
+        stragglers.publish_delays(config, cluster)
+        stragglers.publish_recorder(config, run_dir)
 
     # The tasks that only serve or only evaluate. A ps needs no data; an asynchronous worker publishes its own to steps.
     if task.job == "ps":

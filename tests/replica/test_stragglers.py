@@ -15,7 +15,7 @@ from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
 from tf2dist.training import stragglers
 from tf2dist.training.loop import CALL_SECS
-from tf2dist.training.stragglers import TOKEN, Delays, longest_secs, publish
+from tf2dist.training.stragglers import DELAY_TOKEN, Delays, longest_secs, publish_delays
 
 MakeLoop = Callable[..., Any]
 
@@ -55,14 +55,14 @@ def test_the_watchdog_allows_for_simulated_delays() -> None:
 @pytest.fixture
 def publishing(cluster: PsCluster) -> Iterator[Callable[[RunConfig], None]]:
     """Publishes the delays of a configuration in this process, as each worker does."""
-    yield lambda config: publish(config, cluster.cluster)
-    stragglers._published.clear()
+    yield lambda config: publish_delays(config, cluster.cluster)
+    stragglers._published_functions.clear()
 
 
 def calls_of(loop: Any) -> list[str]:
     """The nodes that sleep in the graph of a call."""
     nodes = loop._scheduler.function.graph.as_graph_def().node
-    return [node.name for node in nodes if node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN]
+    return [node.name for node in nodes if node.op == "PyFunc" and node.attr["token"].s.decode() == DELAY_TOKEN]
 
 
 def test_without_a_simulation_no_delay_is_in_the_graph(async_loop: MakeLoop) -> None:
@@ -119,7 +119,7 @@ def test_calls_do_not_make_a_delay_longer(async_loop: MakeLoop) -> None:
 
 def timed(worker: SyncWorker, config: RunConfig, steps: int) -> tuple[dict[str, Any], float]:
     """Trains with the delays of the configuration; returns what `train` does, and the seconds."""
-    publish(config, worker.cluster)
+    publish_delays(config, worker.cluster)
     begun_at = time.monotonic()
     return train(worker, config, steps), time.monotonic() - begun_at
 
@@ -138,6 +138,6 @@ def test_all_synchronous_workers_wait_for_a_delayed_one(sync_workers: SyncWorker
 def test_the_first_synchronous_worker_may_be_a_chief() -> None:
     config = run_config()
     config.simulate.pause = "chief-0 at 1 for 1"
-    publish(config, Cluster("sync", {"chief": ("a:1",), "worker": ("b:1",)}))
-    assert stragglers._published[TOKEN]._delays.pausing == 0  # type: ignore[attr-defined]
-    stragglers._published.clear()
+    publish_delays(config, Cluster("sync", {"chief": ("a:1",), "worker": ("b:1",)}))
+    assert stragglers._published_functions[DELAY_TOKEN]._delays.pausing == 0  # type: ignore[attr-defined]
+    stragglers._published_functions.clear()

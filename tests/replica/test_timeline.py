@@ -11,8 +11,8 @@ from tests.replica.small_runs import run_config
 from tests.replica.test_sync import train
 from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
-from tf2dist.training import stragglers, timeline
-from tf2dist.training.timeline import TOKEN
+from tf2dist.training import stragglers
+from tf2dist.training.stragglers import TIMELINE_TOKEN
 
 MakeLoop = Callable[..., Any]
 DELAY_SECS = 0.05
@@ -25,13 +25,12 @@ def publishing(
     """Publishes the recorder and the delays of a configuration in this process, as each worker does."""
 
     def publish(config: RunConfig) -> None:
-        monkeypatch.setattr(timeline, "FLUSH_SECS", -1.0)
-        timeline.publish(config, tmp_path)
-        stragglers.publish(config, cluster.cluster)
+        monkeypatch.setattr(stragglers, "FLUSH_SECS", -1.0)
+        stragglers.publish_recorder(config, tmp_path)
+        stragglers.publish_delays(config, cluster.cluster)
 
     yield publish
-    timeline._published.clear()
-    stragglers._published.clear()
+    stragglers._published_functions.clear()
 
 
 def config_of(delays: list[float] | None = None) -> RunConfig:
@@ -49,7 +48,7 @@ def steps_of(run_dir: Path, worker: int) -> np.ndarray:
 def nodes_of(loop: Any) -> int:
     """How many nodes of a call record something."""
     nodes = loop._scheduler.function.graph.as_graph_def().node
-    return sum(node.op == "PyFunc" and node.attr["token"].s.decode() == TOKEN for node in nodes)
+    return sum(node.op == "PyFunc" and node.attr["token"].s.decode() == TIMELINE_TOKEN for node in nodes)
 
 
 @pytest.mark.parametrize("fixture", ["async_loop", pytest.param("replicas_loop", marks=pytest.mark.slow)])
@@ -80,9 +79,9 @@ def test_the_steps_of_a_mode_with_ps(
 
 
 def recorded(worker: SyncWorker, config: RunConfig, folder: str) -> dict[str, Any]:
-    timeline.FLUSH_SECS = -1.0
-    timeline.publish(config, Path(folder))
-    stragglers.publish(config, worker.cluster)
+    stragglers.FLUSH_SECS = -1.0
+    stragglers.publish_recorder(config, Path(folder))
+    stragglers.publish_delays(config, worker.cluster)
     return train(worker, config, 20)
 
 
@@ -101,6 +100,6 @@ def test_the_steps_of_sync(sync_workers: SyncWorkers, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     (tmp_path / "timeline").touch()
-    recorder = timeline.Recorder(tmp_path / "timeline")
+    recorder = stragglers.Recorder(tmp_path / "timeline")
     for has_ended in (False, True, True, False, True):
         assert recorder(np.array(0), np.array(has_ended)) == 0

@@ -1,9 +1,12 @@
-"""Workers that are slowed down on purpose, to see what stragglers cost: the options simulate.*.
+"""Workers that are slowed down on purpose, and when their steps begin and end: the options simulate.* and timeline.
 
 A delay comes between what a step reads and what it computes, as if the worker computed more slowly: with mode=async
 its updates become staler, and with mode=sync all others wait for it. The graph of a step calls a function of the
 worker's own process, which sleeps: that takes no core, and one of the threads that execute the graphs of this one
 process. If nothing is simulated, the graph of a step has nothing of this.
+
+A step begins when all that it needs has come, and ends when its gradient is there; between two steps a worker waits. To
+record that, the graph calls another function of the worker's process at both moments.
 """
 
 import random
@@ -11,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -21,16 +25,18 @@ from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.process import heartbeat
 from tf2dist.process.inbox import asked_to_stop
 from tf2dist.tf_internals import publish_functions
-from tf2dist.training import timeline
 from tf2dist.training.loop import MAX_STEPS, steps_in_call_secs
 
-TOKEN = "tf2dist.straggle"
+DELAY_TOKEN, TIMELINE_TOKEN = "tf2dist.straggle", "tf2dist.timeline"
 LOOK_SECS = 0.1  # how soon a delay ends when the run is asked to stop
+FOLDER = "timeline"
+FLUSH_SECS = 0.5  # a worker's process may be killed at the end of the run
+RECORDED_STEPS = 20_000  # of each worker: some hundred kilobytes
 TAIL = 30  # an exponential delay is more than 30 means longer than expected once in 10^13 steps
 
 Tensors = TypeVar("Tensors")  # tensors in any structure
 # TensorFlow holds Python functions by weak references only.
-_published: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {}
+_published_functions: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {}
 
 
 @dataclass(frozen=True)
@@ -93,10 +99,63 @@ class Sleeper:
         return secs
 
 
+class Recorder:
+    """What the graph of a step calls in the worker's process.
+
+    Writes a file for each worker, worker-0.csv and so on, with a line for each step: when it began and when it ended,
+    in seconds as of `time.time()`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._begun_at: dict[int, float] = {}
+        self._files: dict[int, TextIO] = {}
+        self._num_steps: dict[int, int] = {}
+        self._flushed_at = 0.0
+
+    def __call__(self, worker: np.ndarray, has_ended: np.ndarray) -> int:
+        now, index = time.time(), int(worker)
+        with self._lock:
+            if not has_ended:
+                self._begun_at[index] = now
+            elif (begun_at := self._begun_at.pop(index, None)) is not None:
+                self._write(index, begun_at, now)
+        return 0
+
+    def _write(self, worker: int, begun_at: float, ended_at: float) -> None:
+        number = self._num_steps[worker] = self._num_steps.get(worker, 0) + 1
+        if number > RECORDED_STEPS:
+            return
+        try:
+            file = self._files.get(worker) or self._open(worker)
+            file.write(f"{begun_at:.6f},{ended_at:.6f}\n")
+            if ended_at - self._flushed_at > FLUSH_SECS:
+                file.flush()
+                self._flushed_at = ended_at
+        except (OSError, ValueError):  # a full disk, after which the file may be closed: the training goes on
+            self._num_steps[worker] = RECORDED_STEPS
+
+    def _open(self, worker: int) -> TextIO:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        file = self._files[worker] = open(self._folder / f"worker-{worker}.csv", "a", encoding="ascii")  # noqa: SIM115
+        return file
+
+
+def recorded(tensors: Tensors, worker: Any, *, has_ended: bool) -> Tensors:
+    """The tensors, once it is recorded that all of them are there. Each worker must have called `publish_recorder`."""
+    with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(tensors)):
+        inputs = [tf.cast(worker, tf.int64), tf.constant(has_ended)]
+        noted = tf.raw_ops.PyFunc(input=inputs, token=TIMELINE_TOKEN, Tout=[tf.int64])
+    with tf.control_dependencies(noted):
+        copies: Tensors = tf.nest.map_structure(tf.identity, tensors)
+        return copies
+
+
 class Stragglers:
     """What the graph of a step has around its computation: the simulated delays, and the recording of its times.
 
-    Each worker must have called `publish`, and `timeline.publish`.
+    Each worker must have called `publish_delays` and `publish_recorder`.
 
     Attributes:
         max_steps: of a call, so that no worker takes much longer for it than `loop.CALL_SECS`.
@@ -116,30 +175,38 @@ class Stragglers:
             number: of the step among those of this call, from 1.
         """
         if self._is_recorded:
-            inputs = timeline.recorded(inputs, worker, has_ended=False)
+            inputs = recorded(inputs, worker, has_ended=False)
         if not self._is_simulated:
             return inputs
         with tf.device("CPU:0"):
             step = tf.cast(counted, tf.int64) + number
             with tf.control_dependencies(tf.nest.flatten(inputs)):
-                waited = tf.raw_ops.PyFunc(input=[tf.cast(worker, tf.int64), step], token=TOKEN, Tout=[tf.float64])
+                asked = [tf.cast(worker, tf.int64), step]
+                waited = tf.raw_ops.PyFunc(input=asked, token=DELAY_TOKEN, Tout=[tf.float64])
             with tf.control_dependencies(waited):
                 copies: Tensors = tf.nest.map_structure(tf.identity, inputs)
                 return copies
 
     def computed(self, outputs: Tensors, worker: Any) -> Tensors:
         """The outputs of a step's computation, before they are sent."""
-        return timeline.recorded(outputs, worker, has_ended=True) if self._is_recorded else outputs
+        return recorded(outputs, worker, has_ended=True) if self._is_recorded else outputs
 
 
-def publish(config: RunConfig, cluster: Cluster) -> None:
+def publish_delays(config: RunConfig, cluster: Cluster) -> None:
     """Makes the delays callable by the graphs that run in this process, which has one worker or, in tests, several."""
     if not config.simulate.is_on:
         return
     pause = config.simulate.parsed_pause
     pausing = cluster.training_tasks.index(Task.parse(pause.task)) if pause else None
-    _published[TOKEN] = Sleeper(Delays(config.simulate, config.seed, pausing))
-    publish_functions(_published)
+    _published_functions[DELAY_TOKEN] = Sleeper(Delays(config.simulate, config.seed, pausing))
+    publish_functions(_published_functions)
+
+
+def publish_recorder(config: RunConfig, run_dir: Path) -> None:
+    """Makes the recorder callable by the graphs that run in this process."""
+    if config.timeline:
+        _published_functions[TIMELINE_TOKEN] = Recorder(run_dir / FOLDER)
+        publish_functions(_published_functions)
 
 
 def longest_secs(config: RunConfig) -> float:
