@@ -26,7 +26,7 @@ from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.builtin import build_optimizer
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
-from tf2dist.training.about import LearningRates
+from tf2dist.training.report import LearningRates
 
 layers, optimizers = keras.layers, keras.optimizers
 MODELS = ("overflowing", "half")

@@ -22,10 +22,9 @@ from tf2dist.cluster.spec import Task
 from tf2dist.messages import Note, ToLauncher
 from tf2dist.messages import ProgressMessage as Shown
 from tf2dist.model.evaluation import Evaluation
-from tf2dist.training.about import About
 from tf2dist.training.loop import Progress
 from tf2dist.training.report import Reporter
-from tf2dist.training.writers import TensorBoardWriter
+from tf2dist.training.writers import About, TensorBoardWriter
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "cosine"])

@@ -20,10 +20,9 @@ from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.source import EpochPlan
 from tf2dist.process import heartbeat
 from tf2dist.process.inbox import asked_to_stop
-from tf2dist.training.about import LearningRates
 from tf2dist.training.hooks import Change, Hooks, NamedArrays
 from tf2dist.training.loop import Loop, PauseRequest, WorkersAway
-from tf2dist.training.report import NoReporter
+from tf2dist.training.report import LearningRates, NoReporter
 from tf2dist.training.setup import EPOCH_ARRAY, EpochPosition
 
 METRICS, STOPPED, RATES = "epoch/metrics", "epoch/stopped", "epoch/learning_rate"  # the names of arrays in a snapshot

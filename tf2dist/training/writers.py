@@ -5,6 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,6 @@ import tensorflow as tf
 
 from tf2dist.errors import first_line
 from tf2dist.files import as_json, open_to_read
-from tf2dist.training.about import About
 
 FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
 RETRY_SECS = 30.0
@@ -28,6 +28,14 @@ DESCRIPTIONS = {
 METRICS = {"loss": "Mean loss of an example, without unit", "accuracy": "Share of right answers, from 0 to 1"}
 OF_SPLITS = "Train: over the steps since the last point; validation and test: over all examples."
 Values = Mapping[str, float | np.ndarray]  # an array counts how often 0, 1, 2, ... occurred
+
+
+@dataclass(frozen=True)
+class About:
+    """A run as TensorBoard shows it beside its curves: its model as text, and its options by their dotted names."""
+
+    model: str
+    hparams: dict[str, bool | float | str]
 
 
 class Writer(Protocol):
