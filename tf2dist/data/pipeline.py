@@ -14,28 +14,28 @@ from tf2dist.data.passes import ExampleOrder, InputPosition, Sharding, ranges_to
 # AutoGraph's rewriting takes longer than the tracing, and a task that is killed leaves the new source in /tmp.
 NO_AUTOGRAPH = tf.autograph.experimental.do_not_convert
 ALIGNMENT = 64  # of a tensor's memory, bytes
-Take = Callable[[tf.Tensor], list[tf.Tensor]]  # the leaves of some examples, by their indices
+Gather = Callable[[tf.Tensor], list[tf.Tensor]]  # the leaves of some examples, by their indices
 
 
-def of_arrays(examples: Arrays) -> Take:
+def of_arrays(examples: Arrays) -> Gather:
     """Returns a function that gathers examples, in C++ if possible: Python code would compete with that of the steps.
 
     Arrays that are mapped from a file are not copied.
     """
-    takes = [_taker(leaf) for leaf in examples.leaves]
-    return lambda index: [take(index) for take in takes]
+    gathers = [_gatherer(leaf) for leaf in examples.leaves]
+    return lambda index: [gather(index) for gather in gathers]
 
 
-def _taker(array: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
+def _gatherer(array: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
     tensor = _same_memory(array) if array.dtype.kind in "iuf" else None
     if tensor is None and _is_mapped(array):  # and not aligned, or of strings, so a tensor would be a copy
         dtype = tf.string if array.dtype.kind == "S" else tf.as_dtype(array.dtype)
 
-        def take(index: tf.Tensor) -> tf.Tensor:
+        def gather_mapped(index: tf.Tensor) -> tf.Tensor:
             taken = tf.numpy_function(lambda i: array.take(i, axis=0), [index], dtype)
             return tf.ensure_shape(taken, index.shape.concatenate(array.shape[1:]))
 
-        return take
+        return gather_mapped
     rows = tf.constant(array) if tensor is None else tensor
     return lambda index: tf.gather(rows, index)
 
@@ -62,7 +62,7 @@ def _is_mapped(array: np.ndarray) -> bool:
     return isinstance(base, np.memmap)
 
 
-def batches(take: Take, sharding: Sharding, shard: int, begin: InputPosition) -> tf.data.Dataset:
+def batches(gather: Gather, sharding: Sharding, shard: int, begin: InputPosition) -> tf.data.Dataset:
     """An endless dataset of one replica's steps: the leaves [batch, ...] of its examples, and weights [batch].
 
     The weights turn a sum over the examples of all replicas into a mean. Places without an example hold other examples
@@ -74,7 +74,7 @@ def batches(take: Take, sharding: Sharding, shard: int, begin: InputPosition) ->
 
     @NO_AUTOGRAPH
     def examples(index: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        return *take(index), weights
+        return *gather(index), weights
 
     @NO_AUTOGRAPH
     def rows(first: tf.Tensor, last: tf.Tensor) -> tf.data.Dataset:
@@ -105,7 +105,7 @@ class RangePipeline:
         self._rows = np.empty(0, np.int32)  # to be gathered next
         self._lock = threading.Lock()
 
-    def take(self, ranges: np.ndarray, order: ExampleOrder) -> list[np.ndarray]:
+    def gather(self, ranges: np.ndarray, order: ExampleOrder) -> list[np.ndarray]:
         """The leaves of the examples, those of one range after those of another.
 
         Args:
@@ -119,17 +119,17 @@ class RangePipeline:
     @functools.cached_property
     def _gathered(self) -> Iterator[tuple[np.ndarray, ...]]:
         with tf.device("CPU:0"):
-            take = of_arrays(self._examples)
+            gather_rows = of_arrays(self._examples)
 
             @NO_AUTOGRAPH
-            def gather(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            def gather_range(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
                 # Neither a queue nor a variable of TensorFlow: a process that connects to one cluster after another,
                 # as tests do, loses them, and the iterator would go on with the old one.
                 rows = tf.numpy_function(lambda: self._rows, [], tf.int32)
-                return tuple(take(tf.ensure_shape(rows, [None])))
+                return tuple(gather_rows(tf.ensure_shape(rows, [None])))
 
             endless = tf.data.Dataset.range(np.iinfo(np.int64).max)
-            return iter(endless.map(gather).with_options(_options()).as_numpy_iterator())
+            return iter(endless.map(gather_range).with_options(_options()).as_numpy_iterator())
 
 
 def rows_and_weights(sharding: Sharding, first: tf.Tensor, last: tf.Tensor, shard: int) -> tuple[tf.Tensor, tf.Tensor]:

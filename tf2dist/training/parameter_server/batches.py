@@ -55,7 +55,7 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
 
     def gather_ranges(ranges: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
         num_examples, seed, shuffle = map(int, order)
-        return pipeline.take(ranges, ExampleOrder(num_examples, seed, bool(shuffle)))
+        return pipeline.gather(ranges, ExampleOrder(num_examples, seed, bool(shuffle)))
 
     _published[_token("train")] = gather_ranges
     evaluated = [parts[split] for split in EVALUATED]
