@@ -169,7 +169,7 @@ def test_more_runs_are_what_the_definition_says(long: list[dict[str, Any]], name
 @pytest.mark.slow
 def test_workers_with_streams_take_batches_of_any_size(long: list[dict[str, Any]]) -> None:
     readers = [Reader(STREAM.load().stream, index) for index in range(2)]  # type: ignore[arg-type]
-    batches: list[Any] = [[tuple(reader.take(step, 1)) for step in range(14)] for reader in readers]
+    batches: list[Any] = [[tuple(reader.read_batches(step, 1)) for step in range(14)] for reader in readers]
     make = functools.partial(keras.optimizers.Adam, 0.01)
     assert_defined([result["stream"] for result in long], regression, runs.STREAM_CONFIG, make, batches)
 

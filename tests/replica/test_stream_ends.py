@@ -264,7 +264,7 @@ def test_a_reader_counts_the_batches_before_the_end_of_an_epoch() -> None:
     sizes = [len(x) for x, _ in batches_of(Shard(0, 1, SEED, BATCH), LENGTHS[0])]
 
     def taken(first: int, num: int) -> list[int]:
-        return [len(x) for x in reader.take(first, num)[::2]]
+        return [len(x) for x in reader.read_batches(first, num)[::2]]
 
     assert (reader.count(0, 0, 5), taken(0, 5)) == (5, sizes[:5])
     assert (reader.count(0, 5, 5), taken(5, 5)) == (4, [*sizes[5:], sizes[-1]]), "the last one fills the call"
@@ -275,7 +275,7 @@ def test_a_reader_counts_the_batches_before_the_end_of_an_epoch() -> None:
     assert reader.size(1, 9) == -1
     new = Reader(Stream("load", of_unknown_length, 1, SEED, BATCH, repeats=False), 0)
     assert new.count(4, 9, 5) == 0, "a worker that is started again after the end of its data"
-    assert len(new.take(9, 3)) == 6
+    assert len(new.read_batches(9, 3)) == 6
 
 
 def test_an_epoch_without_a_batch_is_an_error() -> None:

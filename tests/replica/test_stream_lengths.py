@@ -145,7 +145,7 @@ def test_one_synchronous_worker_equals_keras(name: str, one_worker: dict[str, An
 def joined(source: Streamed, steps: int) -> list[list[list[np.ndarray]]]:
     """For each step the leaves of each worker's batch."""
     readers = [Reader(source.load().stream, index) for index in range(2)]  # type: ignore[arg-type]
-    return [[reader.take(step, 1) for reader in readers] for step in range(steps)]
+    return [[reader.read_batches(step, 1) for reader in readers] for step in range(steps)]
 
 
 def padded(parts: list[list[np.ndarray]]) -> Iterator[np.ndarray]:

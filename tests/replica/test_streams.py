@@ -150,7 +150,7 @@ def joined_batches(source: Streamed, count: int, steps: int) -> tf.data.Dataset:
 
     def batches() -> Iterator[tuple[np.ndarray, ...]]:
         for step in range(steps):
-            parts = [reader.take(step, 1) for reader in shards]
+            parts = [reader.read_batches(step, 1) for reader in shards]
             yield tuple(map(np.concatenate, zip(*parts, strict=True)))
 
     signature = tuple(source.load().layout.batched(None))
@@ -189,7 +189,7 @@ def test_a_reader_repeats_batches_of_refused_updates() -> None:
     sizes = [5 + (number % 10 * 7 + 3) % 19 for number in range(40)]
 
     def taken(first: int, num: int) -> list[int]:
-        leaves = reader.take(first, num)
+        leaves = reader.read_batches(first, num)
         assert np.array_equal(leaves[0][:, :3].sum(1), leaves[1])
         return [len(x) for x in leaves[::2]]
 
@@ -213,7 +213,7 @@ def test_whole_passes_are_not_read_again() -> None:
 
     reader = Reader(Stream("load", counted, 1, SEED, 2), 0)
     # A pass has 5 batches, so batch 1002 is the third one of a pass.
-    assert [x.tolist() for x in reader.take(1002, 2)] == [[4, 5], [6, 7]]
+    assert [x.tolist() for x in reader.read_batches(1002, 2)] == [[4, 5], [6, 7]]
     assert len(read) < 30
 
 

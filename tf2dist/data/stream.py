@@ -266,7 +266,7 @@ class Reader:
         self._epoch = 0
         self._ahead: threading.Thread | None = None
 
-    def take(self, first: int, num: int) -> list[np.ndarray]:
+    def read_batches(self, first: int, num: int) -> list[np.ndarray]:
         """The leaves of `num` batches, one batch after the other; the first has the number `first`.
 
         Raises:
@@ -290,7 +290,7 @@ class Reader:
         """How many of `num` batches an epoch has from the number `first` on.
 
         Raises:
-            DataError: as `take`.
+            DataError: as `read_batches`.
         """
         with self._lock:
             self._wait()

@@ -71,7 +71,7 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
         for index in workers:
             splits.stream.batches(index, 0)  # what is wrong with a stream is reported here, not by the first step
         readers = {index: Reader(splits.stream, index) for index in workers}
-        _published[_token(BATCHES)] = lambda worker, first, num: readers[int(worker)].take(int(first), int(num))
+        _published[_token(BATCHES)] = lambda worker, first, num: readers[int(worker)].read_batches(int(first), int(num))
 
         def count(worker: np.ndarray, epoch: np.ndarray, first: np.ndarray, num: np.ndarray, waits: np.ndarray) -> Any:
             found = readers[int(worker)].count(int(epoch), int(first), int(num))

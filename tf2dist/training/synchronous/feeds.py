@@ -186,7 +186,7 @@ class StreamFeed:
 
     def _take(self, step: int) -> list[Any]:
         number = self.position(int(step))
-        return [*self._reader.take(number, 1), self._summed(self._reader.size(self._pass, number + 1))]
+        return [*self._reader.read_batches(number, 1), self._summed(self._reader.size(self._pass, number + 1))]
 
     def _next(self, number: int) -> np.ndarray:
         """What this worker adds to `_totals` for the batch of that number, which may take long to read on a resume."""
