@@ -82,7 +82,7 @@ def run_in_folder(
         raise Interrupted(error.signum, advice) from None
 
 
-def check_alone(config: RunConfig, place: Place) -> None:
+def check_config(config: RunConfig, place: Place) -> None:
     """Checks the configuration by itself, without looking at hosts or data. Raises ConfigError."""
     location.check_batch_size(config, place.cluster.num_workers)
     check_simulated(config, place.cluster)
@@ -91,7 +91,7 @@ def check_alone(config: RunConfig, place: Place) -> None:
 
 def check_local(config: RunConfig) -> None:
     """Checks a configuration with cluster=local by itself. Raises ConfigError."""
-    check_alone(config, find_place(config, {}))
+    check_config(config, find_place(config, {}))
 
 
 def check_simulated(config: RunConfig, cluster: Cluster) -> None:
@@ -260,7 +260,7 @@ def prepare(config: RunConfig, place: Place, console: Console) -> None:
         RequestError: it cannot be run.
     """
     # What the configuration alone shows, before anything is looked up or downloaded.
-    check_alone(config, place)
+    check_config(config, place)
 
     # The place of this task among those of other commands.
     if place.has_peers:
@@ -276,7 +276,7 @@ def prepare(config: RunConfig, place: Place, console: Console) -> None:
     # The data, which a ps does not read.
     if place.task.job != "ps":
         config.data = location.resolve(config.data, console.warn)
-    check_alone(config, place)  # again: it may be another data set now
+    check_config(config, place)  # again: it may be another data set now
 
 
 def train(

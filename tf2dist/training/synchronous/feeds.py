@@ -114,10 +114,10 @@ class ArrayFeed:
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """This worker's batches, for its replicas in turn."""
         # TensorFlow takes an element for each local replica, so the shards of the replicas are interleaved.
-        take = of_arrays(self._train)
+        gather = of_arrays(self._train)
         count = context.num_replicas_in_sync // context.num_input_pipelines
         first = context.input_pipeline_id * count
-        shards = [batches(take, self._sharding, first + i, self._begin) for i in range(count)]
+        shards = [batches(gather, self._sharding, first + i, self._begin) for i in range(count)]
         if count == 1:
             return shards[0]
         return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(count).repeat())
