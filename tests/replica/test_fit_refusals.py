@@ -357,7 +357,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
     results: list[Any] = []
 
     def run(host: Any) -> Any:
-        results[:] = [host.config, shipping.ShippedSource(host.caller.job)]
+        results[:] = [host.config, shipping.ShippedSource(host.session.job)]
         results.append(results[1].load())
         return {}
 

@@ -16,7 +16,7 @@ from tf2dist.errors import TfDistError, TrainingError
 from tf2dist.files import raising
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
-from tf2dist.launch.host_run import CallerMessage, Send
+from tf2dist.launch.host_run import Send, SessionMessage
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 from tf2dist.signals import StopRequest, sigterm_raises
 from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
@@ -32,7 +32,7 @@ def _signal_of(error: BaseException) -> signal.Signals:
 
 
 class FitSession(Generic[T]):
-    """The caller's side of one run; see `launch.host_run.Caller`.
+    """The caller's side of one run; see `launch.host_run.Session`.
 
     The thread of the run puts the leader's messages into a queue. The caller's thread takes them out and calls the
     callbacks; Python raises KeyboardInterrupt only there. Apart from the queue each attribute is written by one thread.
@@ -55,7 +55,7 @@ class FitSession(Generic[T]):
         self._console: Console | None = None
         self._stop = StopRequest()
         # None says that the run has ended.
-        self._messages: queue.SimpleQueue[CallerMessage | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[SessionMessage | None] = queue.SimpleQueue()
         self._send: Send = lambda message: None
         self._is_pause_requested = False
         self._result: list[T] = []
@@ -71,7 +71,7 @@ class FitSession(Generic[T]):
     def connect(self, send: Send) -> None:
         self._send = send
 
-    def on_message(self, message: CallerMessage) -> None:
+    def on_message(self, message: SessionMessage) -> None:
         # Printed here, since the console belongs to the thread of the run: two threads must not write to it at once.
         if self._console and isinstance(message, HookCall) and message.kind == "epoch":
             self._console.epoch(message.epoch + 1, self._num_epochs, dict(message.logs))

@@ -11,12 +11,12 @@ from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 from tf2dist.signals import StopRequest
 
-CallerMessage = HookCall | ProgressMessage
+SessionMessage = HookCall | ProgressMessage
 Send = Callable[[HookAnswer | PauseWanted], None]
 
 
 # Only a protocol stands here: `fit` itself imports TensorFlow, and this room must not.
-class Caller(Protocol):
+class Session(Protocol):
     """A call of `fit`: what its tasks need, and where the leader's messages go.
 
     Attributes:
@@ -32,7 +32,7 @@ class Caller(Protocol):
     def connect(self, send: Send) -> None:
         """Takes the function that sends a message to the leader, from any thread."""
 
-    def on_message(self, message: CallerMessage) -> None:
+    def on_message(self, message: SessionMessage) -> None:
         """Takes a message of the leader; must not wait."""
 
 
@@ -45,7 +45,7 @@ class HostRun:
         run_dir: exists.
         started_at: `time.time()` of the user's command.
         stop: the request to this process that the run should end; it may come at any time.
-        caller: of `fit`; None for the command line.
+        session: of `fit`; None for the command line.
     """
 
     config: RunConfig
@@ -54,4 +54,4 @@ class HostRun:
     console: Console
     started_at: float
     stop: StopRequest
-    caller: Caller | None = None
+    session: Session | None = None

@@ -18,7 +18,7 @@ from tf2dist.launch.failures import (
     cause_order,
     is_secondary,
 )
-from tf2dist.launch.host_run import CallerMessage, HostRun
+from tf2dist.launch.host_run import HostRun, SessionMessage
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.shutdown import Shutdown
 from tf2dist.launch.watchdog import Clock, Watchdog
@@ -105,7 +105,7 @@ class Monitor:
     ) -> None:
         config = run.config
         self._launcher, self._console, self._meeting, self._clock = launcher, run.console, meeting, clock
-        self._mode, self._on_begun, self._caller = config.mode, on_begun, run.caller
+        self._mode, self._on_begun, self._session = config.mode, on_begun, run.session
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
         self._shutdown = Shutdown(run, launcher, meeting, clock)
         self._watchdog = Watchdog(launcher, config, run.console.status, clock)
@@ -180,8 +180,8 @@ class Monitor:
 
     def _on_event(self, event: Event) -> None:
         self._watchdog.on_message(event)
-        if self._caller and isinstance(event, CallerMessage):
-            self._caller.on_message(event)
+        if self._session and isinstance(event, SessionMessage):
+            self._session.on_message(event)
         match event:
             case ProgressMessage():
                 self._global_step = event.step

@@ -43,7 +43,7 @@ from tf2dist.launch.console import (
     result_lines,
 )
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
-from tf2dist.launch.host_run import Caller, HostRun
+from tf2dist.launch.host_run import HostRun, Session
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
 from tf2dist.launch.supervisor import supervise
 from tf2dist.linux import child_environment, code_command
@@ -59,7 +59,7 @@ def run_in_folder(
     console: Console,
     started_at: float,
     stop: StopRequest,
-    caller: Caller | None = None,
+    session: Session | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Makes the run directory and runs in it; see `supervise`.
 
@@ -73,12 +73,12 @@ def run_in_folder(
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
     try:
-        return run_dir, supervise(HostRun(config, place, run_dir, console, started_at, stop, caller))
+        return run_dir, supervise(HostRun(config, place, run_dir, console, started_at, stop, session))
     except Interrupted as error:
         # Only here: a run may be stopped before it knows of the checkpoints of the run that it resumes.
         if not can_go_on(run_dir):
             raise
-        advice = f"{error.more}; {how_to_go_on(run_dir, in_python=caller is not None)} to go on"
+        advice = f"{error.more}; {how_to_go_on(run_dir, in_python=session is not None)} to go on"
         raise Interrupted(error.signum, advice) from None
 
 

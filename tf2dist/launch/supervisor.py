@@ -64,7 +64,7 @@ def supervise(run: HostRun) -> dict[str, Any]:
 
 def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, Any]:
     """Runs the tasks of this host to their end, and writes the summary; see `supervise`."""
-    place, console, caller = run.place, run.console, run.caller
+    place, console, session = run.place, run.console, run.session
     with contextlib.ExitStack() as stack:
         console.status("starting TensorFlow")
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
@@ -82,14 +82,14 @@ def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, 
             )
         if place.cluster.is_managed and not launcher.isolated:
             console.warn("this system allows no private network: other hosts can reach the ports of this cluster")
-        if caller:
-            caller.connect(functools.partial(launcher.send_to_task, tasks.leader))
+        if session:
+            session.connect(functools.partial(launcher.send_to_task, tasks.leader))
         at_address = f" at {place.cluster.address(place.task)}" if place.has_peers else ""
         console.status(f"starting {', '.join(tasks.names)}{at_address}")
         summary = monitor.run(tasks)
         if summary:
             write_summary(run.run_dir, lock, summary)
-            check_saved(summary, how_to_go_on(run.run_dir, in_python=caller is not None))
+            check_saved(summary, how_to_go_on(run.run_dir, in_python=session is not None))
         return summary
 
 
@@ -101,7 +101,7 @@ def tasks_of(run: HostRun, launcher: Launcher) -> Tasks:
         # Fixed at each start: a managed cluster uses other ports after a restart.
         current = on_free_ports(cluster, launcher, restarts) if cluster.is_managed else cluster
         payload = payload_of(run, current, Task.parse(name))
-        launcher.start(name, "tf2dist.task:main", payload, sys_path=run.caller.sys_path if run.caller else None)
+        launcher.start(name, "tf2dist.task:main", payload, sys_path=run.session.sys_path if run.session else None)
 
     tasks = cluster.tasks if cluster.is_managed else [task]
     may_leave = run.config.task.on_term == "leave" and run.place.has_peers and cluster.can_lose(task)
@@ -125,7 +125,7 @@ def payload_of(run: HostRun, cluster: Cluster, task: Task) -> dict[str, Any]:
         "task": (task.job, task.index),
         "run_dir": str(run.run_dir),
         "started_at": run.started_at,
-        "job": str(run.caller.job) if run.caller else None,
+        "job": str(run.session.job) if run.session else None,
     }
 
 
@@ -135,7 +135,7 @@ def meeting_of(run: HostRun) -> Meeting:
     return Meeting(
         cluster,
         task,
-        identity_of(run.config, cluster, task, run.caller.identity if run.caller else None),
+        identity_of(run.config, cluster, task, run.session.identity if run.session else None),
         job_key(os.environ, cluster, run.console.warn),
         run.console.note,
         lost_after_secs=run.config.silence_secs,
