@@ -1,9 +1,8 @@
-"""What has come as JSON, as the dataclass that it is to be: every field of its declared type, or an error.
+"""Reading of trees, such as those of JSON, as dataclasses: every field of its declared type, or an error.
 
 A type may be `Annotated` with what holds its values, such as a range.
 """
 
-import contextlib
 import dataclasses
 import types
 import typing
@@ -25,64 +24,92 @@ class UndeclaredError(ValueError):
         self.where = where
 
 
-def from_json(kind: type[T], fields: dict[str, Any], where: str = "", *, is_open: bool = False) -> T:
-    """An object of a dataclass, with those nested in it, from the fields of a JSON object.
+class TreeReader:
+    """Makes dataclasses of trees. This one takes values as JSON has them; `config.decode` has one that converts them.
 
     Args:
-        where: the dotted name of the object, for errors.
         is_open: the fields may be those of an earlier or a later version: of those with a default any may be missing,
             and unknown ones are left out.
-
-    Raises:
-        UndeclaredError: a field is missing, unknown or of another type.
     """
-    hints, required = _declared(typing.cast(Any, kind))
-    if is_open:
-        fields = {name: value for name, value in fields.items() if name in hints}
-        for name in required:
-            if name not in fields:
-                raise UndeclaredError(_inside(where, name), "is missing")
-    elif fields.keys() != hints.keys():
-        raise UndeclaredError(where, ", ".join(sorted(fields.keys() ^ hints.keys())))
-    return kind(**{name: _checked(fields[name], hints[name], _inside(where, name), is_open) for name in fields})
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self._is_open = is_open
+
+    def read(self, kind: type[T], tree: Any, where: str = "") -> T:
+        """An object of a dataclass, with those nested in it; `where`: its dotted name, for errors."""
+        if not isinstance(tree, dict):
+            raise self.error(kind, tree, where)
+        hints, _ = declared(typing.cast(Any, kind))
+        return kind(
+            **{
+                name: self._value(hints[name], value, inside(where, name))
+                for name, value in self.fields(kind, tree, where).items()
+            }
+        )
+
+    def fields(self, kind: Any, tree: dict[str, Any], where: str) -> dict[str, Any]:
+        """The values of the fields; an error if they are not the declared ones."""
+        hints, required = declared(kind)
+        if not self._is_open and tree.keys() != hints.keys():
+            raise UndeclaredError(where, ", ".join(sorted(tree.keys() ^ hints.keys())))
+        if missing := [name for name in required if name not in tree]:
+            raise UndeclaredError(inside(where, missing[0]), "is missing")
+        return {name: value for name, value in tree.items() if name in hints}
+
+    def scalar(self, kind: Any, value: Any) -> Any:
+        """The value, if it is of this type; ValueError if it is not."""
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if type(value) is not kind:
+            raise ValueError
+        return value
+
+    def error(self, hint: Any, value: Any, where: str) -> Exception:
+        """The error for a value that is not of its type."""
+        return UndeclaredError(where, repr(value))
+
+    def item(self, where: str, index: int) -> str:
+        """The name of an item of a list."""
+        return where
+
+    def _value(self, hint: Any, value: Any, where: str) -> Any:
+        """The value, if it is of the declared type."""
+        origin, of = typing.get_origin(hint), typing.get_args(hint)
+        if hint is Any:
+            return value
+        if origin is Annotated:
+            if self._value(of[0], value, where) in of[1]:
+                return value
+        elif origin in (typing.Union, types.UnionType):
+            (hint,) = (item for item in of if item is not types.NoneType)
+            return None if value is None else self._value(hint, value, where)
+        elif dataclasses.is_dataclass(hint):
+            return self.read(typing.cast(type, hint), value, where)
+        elif origin is dict and isinstance(value, dict):
+            return {name: self._value(of[1], item, where) for name, item in value.items()}
+        elif origin in (list, tuple) and isinstance(value, list):
+            kinds = of if origin is tuple and of[-1] is not Ellipsis else of[:1] * len(value)
+            if len(kinds) == len(value):
+                named = ((self.item(where, index), item) for index, item in enumerate(value))
+                return origin(self._value(kind, item, name) for kind, (name, item) in zip(kinds, named, strict=True))
+        elif origin is None:
+            try:
+                return self.scalar(hint, value)
+            except (ValueError, OverflowError):  # the latter for a whole number of hundreds of digits
+                pass
+        raise self.error(hint, value, where)
 
 
 @cache
-def _declared(kind: Any) -> tuple[dict[str, Any], list[str]]:
+def declared(kind: Any) -> tuple[dict[str, Any], list[str]]:
     """The types of all fields, and the names of those without a default."""
-    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    required = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
     return typing.get_type_hints(kind, include_extras=True), required
 
 
-def _inside(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
-def _checked(value: Any, hint: Any, where: str, is_open: bool) -> Any:
-    """The value, if it is of the declared type; arrays of JSON become tuples."""
-    origin, of = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin is Annotated:
-        if _checked(value, of[0], where, is_open) in of[1]:
-            return value
-    elif origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in of:
-            return None
-        (hint,) = (item for item in of if item is not type(None))
-        return _checked(value, hint, where, is_open)
-    elif origin is tuple and isinstance(value, list):
-        if of[-1] is Ellipsis:
-            return tuple(_checked(item, of[0], where, is_open) for item in value)
-        if len(value) == len(of):
-            return tuple(_checked(item, inner, where, is_open) for item, inner in zip(value, of, strict=True))
-    elif origin is dict and isinstance(value, dict):
-        return {name: _checked(item, of[1], where, is_open) for name, item in value.items()}
-    elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return from_json(typing.cast(type, hint), value, where, is_open=is_open)
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
-            return float(value)
-    elif isinstance(hint, type) and type(value) is hint:
-        return value
-    raise UndeclaredError(where, repr(value))
+def inside(where: str, name: Any) -> str:
+    return f"{where}.{name}" if where else str(name)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from tf2dist.declared import UndeclaredError, from_json
+from tf2dist.declared import TreeReader, UndeclaredError
 
 # From a task to its launcher.
 
@@ -253,7 +253,7 @@ def unpack(data: bytes, allowed: Any) -> Any:
     if (kind := fields.pop("type")) not in (classes := _by_name(allowed)):
         raise MessageError(f"a message of unknown type ({kind:.40})")
     try:
-        return from_json(classes[kind], fields, kind)
+        return TreeReader().read(classes[kind], fields, kind)
     except UndeclaredError as error:
         raise MessageError(f"a malformed message ({error})") from None
 

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config import schema, tree
+from tf2dist.config import decode, schema
 from tf2dist.errors import ConfigError, DataError, FailureRecord, TaskLostError, TrainingError, first_line
 from tf2dist.files import write_whole
 from tf2dist.fitting.ranges import predict_ranges
@@ -60,7 +60,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     cluster = Cluster(**payload["cluster"] | {"jobs": jobs})
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
-        run_config = tree.from_yaml(payload["config"])
+        run_config = decode.from_yaml(payload["config"])
         heartbeat.start(to_launcher, run_config.watchdog_secs, stragglers.longest_secs(run_config))
         set_up_keras(run_config.keras)
         mail = inbox.listen(cluster)

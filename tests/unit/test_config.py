@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf2dist import cli
-from tf2dist.config import tree
+from tf2dist.config import decode
 from tf2dist.config.checks import check
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
@@ -67,7 +67,7 @@ def test_experiments() -> None:
 
 def test_yaml_and_back() -> None:
     config = load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
-    assert tree.from_yaml(config.to_yaml()) == config
+    assert decode.from_yaml(config.to_yaml()) == config
 
 
 def test_threads_compose_side_by_side_in_a_program_that_uses_hydra_itself(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_plugin_has_options_of_any_kind(tmp_path: Path) -> None:
     assert config.optimizer["kind"] == "lion"
     assert config.data.arguments == {"size": 3, "kind": ["a", "b"]}
     assert config.as_tree()["data"]["size"] == 3
-    assert tree.from_yaml(config.to_yaml()) == config
+    assert decode.from_yaml(config.to_yaml()) == config
 
 
 def test_a_plugin_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

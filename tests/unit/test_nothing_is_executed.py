@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tf2dist import cli
-from tf2dist.config import schema, tree
+from tf2dist.config import decode, schema
 from tf2dist.config.load import load
 from tf2dist.errors import ConfigError
 from tf2dist.launch import run_dir
@@ -60,13 +60,13 @@ def test_a_yaml_tag_in_a_text_stays_a_text(folder: Path) -> None:
     tag = "!!python/object/apply:os.system [touch ran]"
     config = load([f"run_dir='{tag}'"], None)
     assert config.run_dir == tag
-    assert tree.from_yaml(config.to_yaml()) == config
+    assert decode.from_yaml(config.to_yaml()) == config
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch ran']", "!!python/name:os.system ''"])
 def test_a_tag_in_the_file_that_tasks_read_is_refused(folder: Path, text: str) -> None:
     with pytest.raises(ConfigError):
-        tree.from_yaml(f"seed: {text}\n")
+        decode.from_yaml(f"seed: {text}\n")
 
 
 @pytest.mark.parametrize(

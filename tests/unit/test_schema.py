@@ -10,12 +10,12 @@ import yaml
 from tests.conftest import REPOSITORY
 from tf2dist import fit
 from tf2dist.config.compose import groups
+from tf2dist.config.decode import defaults, to_dataclass
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
 from tf2dist.config.option import COMMAND_LINE, Scope, options_of, rules_between
 from tf2dist.config.option import option as make_option
 from tf2dist.config.schema import OPTIONS, RunConfig
-from tf2dist.config.tree import defaults, from_tree
 from tf2dist.errors import ConfigError
 from tf2dist.tools.comparing.matrix import REPLACED
 
@@ -59,7 +59,7 @@ def test_the_default_choices_are_the_defaults_of_the_schema() -> None:
 
 def test_the_defaults_fit_their_types_and_their_ranges() -> None:
     brought_along = {"model": RunConfig().model, "optimizer": RunConfig().optimizer}
-    assert from_tree(defaults() | brought_along | {"run_dir": None}) == RunConfig()
+    assert to_dataclass(RunConfig, defaults() | brought_along | {"run_dir": None}) == RunConfig()
     for name, option in OPTIONS.items():
         assert option.default is None or all(constraint.holds(option.default) for constraint in option.constraints), (
             name
@@ -129,7 +129,7 @@ def test_help_lists_every_option_and_choice() -> None:
 )
 def test_a_value_of_another_type_is_refused(tree: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_tree(tree)
+        to_dataclass(RunConfig, tree)
     assert str(caught.value).startswith(words)
 
 
@@ -149,7 +149,7 @@ def test_a_value_of_another_type_is_refused(tree: Any, words: str) -> None:
 )
 def test_unambiguous_values_are_converted(tree: dict[str, Any], value: Any) -> None:
     (name,) = tree
-    config = getattr(from_tree(tree), name)
+    config = getattr(to_dataclass(RunConfig, tree), name)
     assert config == value
     assert type(config) is type(value)
 

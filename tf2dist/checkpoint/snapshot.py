@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from tf2dist.config.schema import KerasConfig
-from tf2dist.declared import UndeclaredError, from_json
+from tf2dist.declared import TreeReader, UndeclaredError
 from tf2dist.files import open_to_read
 
 WHOLE_NUMBERS = range(2**63)  # what TensorFlow's integers hold
@@ -95,7 +95,7 @@ class Facts:
             ValueError: names the first fact that is missing or of another type.
         """
         try:
-            facts = from_json(cls, values, is_open=True)
+            facts = TreeReader(is_open=True).read(cls, values)
             # Types alone do not show this, and a worker without a position would fail far from here.
             positions = facts.input.positions
             if len(positions) != facts.input.sharding.num_shards and (positions or facts.input.position is None):

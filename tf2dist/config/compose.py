@@ -31,8 +31,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, defaults, first_line, flatten
 from tf2dist.config.schema import OPTIONS, SECTIONS
-from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, defaults, first_line
 from tf2dist.errors import ConfigError, nearest
 from tf2dist.files import expand
 from tf2dist.linux import process_wide, without_warnings
@@ -376,13 +376,12 @@ def _nearest_option(key: str, known: list[str], others: Mapping[str, list[str]])
     return f"; it has {', '.join(names[option] for option in in_section)}" if in_section else "; see --help"
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
+def _leaves(tree: dict[str, Any]) -> Iterator[str]:
     """The dotted names of all known options, except for those that only a choice sets."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and key != "hydra":
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif key not in ("name", "kind", "hydra") and (prefix.rstrip(".") in PLUGIN_GROUPS or prefix + key in OPTIONS):
-            yield f"{prefix}{key}"
+    for option, _ in flatten({key: value for key, value in tree.items() if key != "hydra"}):
+        section, _, key = option.rpartition(".")
+        if key not in ("name", "kind") and (section in PLUGIN_GROUPS or option in OPTIONS):
+            yield option
 
 
 def _explain(error: Exception, overrides: list[str], config_name: str | None, run_mode: RunMode, loader: Loader) -> str:

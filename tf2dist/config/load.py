@@ -11,7 +11,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config.checks import check, with_floats
 from tf2dist.config.compose import ConfigSource, groups, hydra_settings, keys, open_hydra, prepare_overrides
+from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, first_line, flatten, to_dataclass
 from tf2dist.config.option import rules_of
 from tf2dist.config.schema import KerasConfig, RunConfig
-from tf2dist.config.tree import DEFAULT_RUN_DIR, as_written, first_line, from_tree
 from tf2dist.errors import ConfigError
 from tf2dist.files import raising
 from tf2dist.tf_constants import KERAS_DEFAULTS, KERAS_HOME
@@ -127,7 +126,7 @@ def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
     with hydra_settings(composed) as overrides:
         tree = _resolved(composed)
     check_literal(tree)
-    config = from_tree(tree)
+    config = to_dataclass(RunConfig, tree)
     if as_written(composed).get("run_dir", DEFAULT_RUN_DIR) == DEFAULT_RUN_DIR:
         config.run_dir = None  # a folder with this name, and a number at its end if there is one already
     _check_names(config, overrides)
@@ -168,7 +167,9 @@ def _resolved(composed: DictConfig) -> dict[str, Any]:
 
 def _refuse_interpolation(options: DictConfig) -> None:
     """Raises ConfigError for the first option whose ``${...}`` cannot be resolved."""
-    for name, text in _interpolated(as_written(options)):
+    for name, text in flatten(as_written(options), lists=True):
+        if not (isinstance(text, str) and "${" in text):
+            continue
         try:
             value = OmegaConf.select(options, name)
             if OmegaConf.is_config(value):
@@ -180,37 +181,21 @@ def _refuse_interpolation(options: DictConfig) -> None:
             ) from None
 
 
-def _interpolated(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The dotted names of all options that are written with ``${...}``, and their texts."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _interpolated(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _interpolated(value, f"{name}[{index}]")
-    elif isinstance(node, str) and "${" in node:
-        yield name, node
-
-
-def check_literal(node: Any, name: str = "") -> None:
+def check_literal(tree: dict[str, Any]) -> None:
     """Refuses values that are not literal.
 
     Raises:
         ConfigError: a value still contains ``${...}``, for example one from the environment, is missing, or is a
             number that no float can hold.
     """
-    if isinstance(node, dict):
-        for key, value in node.items():
-            check_literal(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(node, list):
-        for value in node:
-            check_literal(value, name)
-    elif isinstance(node, str) and "${" in node:
-        raise ConfigError(f"{name} ({node}): holds ${{...}} where a value must stand; give the value itself")
-    elif node == "???":
-        raise ConfigError(f"{name} (???): is missing; give a value")
-    elif isinstance(node, int) and abs(node) >= 10**MAX_DIGITS:
-        raise ConfigError(f"{name} ({node}): must be a number of at most {MAX_DIGITS} digits; give fewer")
+    for location, value in flatten(tree, lists=True):
+        name = re.sub(r"\[\d+\]", "", location)  # of the list
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(f"{name} ({value}): holds ${{...}} where a value must stand; give the value itself")
+        if value == "???":
+            raise ConfigError(f"{name} (???): is missing; give a value")
+        if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+            raise ConfigError(f"{name} ({value}): must be a number of at most {MAX_DIGITS} digits; give fewer")
 
 
 def _check_names(config: RunConfig, overrides: list[str]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from tf2dist.config.convert import CATCH_ALL
 from tf2dist.config.option import (
     ARE_DELAYS,
+    CATCH_ALL,
     COMMAND_LINE,
     COUNT,
     IS_ACCURACY,

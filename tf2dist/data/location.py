@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tf2dist.config import compose
-from tf2dist.config.convert import to_dataclass
+from tf2dist.config.decode import to_dataclass
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import ConfigError, DataError, first_line
 from tf2dist.files import expand, is_folder

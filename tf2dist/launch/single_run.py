@@ -27,9 +27,9 @@ from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config import load
 from tf2dist.config.compose import ERRORS, Loader, hydra_message, setting
+from tf2dist.config.decode import as_written
 from tf2dist.config.load import to_config
 from tf2dist.config.schema import RunConfig
-from tf2dist.config.tree import as_written
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
 from tf2dist.files import is_path, settle_home

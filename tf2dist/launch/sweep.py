@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
@@ -15,9 +14,9 @@ from omegaconf import DictConfig
 
 from tf2dist import files
 from tf2dist.config.compose import hydra_message, in_quotes, setting
+from tf2dist.config.decode import flatten, from_yaml
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.sweeps import Job, is_basic, jobs_of
-from tf2dist.config.tree import from_yaml
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError
 from tf2dist.files import expand, is_path
 from tf2dist.launch.console import Console
@@ -148,7 +147,7 @@ def check_same(run_dir: Path, config: RunConfig, name: str, has_data: bool) -> N
         return
     except (OSError, ValueError, ConfigError):
         raise ConfigError(f"{name} has a config.yaml that cannot be read; name another directory") from None
-    old, new = _leaves(existing.as_tree()), _leaves(config.as_tree())
+    old, new = dict(flatten(existing.as_tree())), dict(flatten(config.as_tree()))
     for key in [*new, *old]:
         # The folder may have been moved or be named in another way.
         is_compared = key != "run_dir" and (has_data or not key.startswith("data."))
@@ -157,13 +156,6 @@ def check_same(run_dir: Path, config: RunConfig, name: str, has_data: bool) -> N
                 f"{name} is of another sweep ({key}={old.get(key)} there, {new.get(key)} here); give the same "
                 "command, or another directory"
             )
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
 
 
 _stopped_by: list[int] = []  # the signal that has stopped a job of this process, which then begins no other

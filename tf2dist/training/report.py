@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Task
+from tf2dist.config.decode import flatten
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
@@ -77,18 +78,12 @@ def hparams_of(config: RunConfig) -> dict[str, bool | float | str]:
     """The options that can change the result, by their dotted names; without those that are not set."""
     options = asdict(config)
     sections = (*SECTIONS, "simulate") if config.simulate.is_on else SECTIONS
-    return dict(_leaves({name: options[name] for name in sections}))
-
-
-def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, bool | float | str]]:
-    leaves: list[tuple[str, bool | float | str]] = []
-    for name, value in options.items():
-        if isinstance(value, dict):
-            leaves += _leaves(value, f"{prefix}{name}.")
-        elif value not in (None, []):
-            # TensorBoard takes no other types; a list, for instance, is shown as its text.
-            leaves.append((prefix + name, value if isinstance(value, bool | int | float | str) else str(value)))
-    return leaves
+    # TensorBoard takes no other types; a list, for instance, is shown as its text.
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in flatten({section: options[section] for section in sections})
+        if value not in (None, [])
+    }
 
 
 class LearningRates:

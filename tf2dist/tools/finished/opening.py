@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tf2dist import registry, signals
-from tf2dist.config import tree
+from tf2dist.config import decode
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import location
@@ -30,7 +30,7 @@ def config_of(request: Request) -> RunConfig:
     path = request.run_dir / "config.yaml"
     problem = f"RUN_DIR ({request.run_dir}): config.yaml cannot be read"
     with raising(problem, "name a run", also=(ValueError,)), open_to_read(path) as file:
-        return tree.from_yaml(file.read().decode())
+        return decode.from_yaml(file.read().decode())
 
 
 def model_of(request: Request) -> keras.Model:
