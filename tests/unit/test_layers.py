@@ -252,6 +252,32 @@ def defined(module: ast.Module) -> Iterator[str]:
             yield node.attr
 
 
+# What reads a tree, or makes objects of one, and the modules that do so, with the reason.
+CODEC = {
+    *("dataclasses.fields", "dataclasses.is_dataclass", "typing.get_type_hints"),
+    *("yaml.load", "yaml.safe_load", "OmegaConf.create", "OmegaConf.to_container"),
+}
+CODECS = {
+    "declared": "dataclasses from trees",
+    "config.decode": "options from trees",
+    "config.option": "the declarations of options",
+    "config.schema": "options as YAML",
+    "config.compose": "the files in conf/, as they are written",
+    "config.load": "references between options",
+    "fitting.request": "the arguments that are the plan of the epochs",
+}
+
+
+def codecs(package: Path) -> list[str]:
+    """Modules that read trees for themselves, beside the codec."""
+    found = []
+    for module, path in modules(package).items():
+        attributes = {ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+        if module not in CODECS:
+            found += [f"{module}: {name}" for name in sorted(CODEC & {*attributes, *imported(path)})]
+    return found
+
+
 FOREIGN_MODULE = re.compile(r"(tensorflow\.(python|compiler|core)|keras\.src|tensorflow_datasets\.core)\b")
 # Private attributes, such as "_momentums", but no keys of Hydra's, such as "_target_"; modules; environment variables.
 FOREIGN_TEXT = re.compile(
@@ -259,6 +285,7 @@ FOREIGN_TEXT = re.compile(
     r"|TF_(?!CONFIG)[A-Z_]+|KERAS_[A-Z_]+|GRPC_[A-Z_]+"
 )
 RULES = {
+    "one codec reads trees": codecs,
     "no arrow runs up": upward,
     "no circle": circles,
     "what starts fast reaches no TensorFlow": reach_tensorflow,
@@ -276,6 +303,8 @@ def test_the_package_keeps_the_rule(rule: str) -> None:
 
 
 BREAKS = [
+    ("one codec reads trees", "launch/sweep.py", "from dataclasses import fields"),
+    ("one codec reads trees", "checkpoint/snapshot.py", "import yaml\nyaml.safe_load('')"),
     ("no arrow runs up", "cluster/spec.py", "from tf2dist.launch import console"),
     ("no arrow runs up", "config/schema.py", "def late():\n    from tf2dist.cluster import spec"),
     ("no arrow runs up", "checkpoint/store.py", "from tf2dist.hosts import meeting"),
