@@ -87,7 +87,7 @@ def test_an_option_of_a_mode_is_given_to_that_mode_alone() -> None:
     assert [contender.config.seed for contender in result] == [5, 5, 5]
 
 
-def test_other_options_make_situations() -> None:
+def test_other_options_make_scenarios() -> None:
     assert names("modes=sync", "delays=[0]", "train.batch_size_per_worker=10,20") == [
         "sync, equal workers, train.batch_size_per_worker=10",
         "sync, equal workers, train.batch_size_per_worker=20",
@@ -216,7 +216,7 @@ def test_the_verdict(tmp_path: Path) -> None:
         "With one worker 50 ms slower, async is first: it reached an accuracy of 0.85 after 5.39 s, and "
         "sync_replicas (1 backup) after 8.08 s."
     )
-    (name, (in_time, in_examples)), _ = verdict.situations
+    (name, (in_time, in_examples)), _ = verdict.scenarios
     assert name == "equal workers"
     assert in_time.startswith("Seconds to an accuracy of 0.85: sync 2.69 (2.67 to 2.70); async 5.39 (")
     assert ", 2.00 times as much; sync_replicas (1 backup) " in in_time
@@ -248,13 +248,13 @@ def test_the_verdict_does_not_say_what_was_not_measured(tmp_path: Path) -> None:
     best = "reached an accuracy of 0.95 in every run; the best accuracy was 0.9000."
     assert verdict.headline.startswith(f"With equal workers, no mode {best}")
     sentence = "sync: no run reached an accuracy of 0.95; the best accuracy was 0.9"
-    assert sentence in " ".join(verdict.situations[0][1])
+    assert sentence in " ".join(verdict.scenarios[0][1])
 
 
 def test_one_run_proves_no_order(tmp_path: Path) -> None:
     options, results = compared(tmp_path, *SMALL, "until=0.85", "seeds=1", secs_per_example=usual_secs)
     verdict = verdict_of(results, options.until)
-    sentences = [line for _, lines in verdict.situations for line in lines]
+    sentences = [line for _, lines in verdict.scenarios for line in lines]
     for text in (verdict.headline, *sentences[:2]):
         assert "; with one run each the order is open." in text
         assert "first" not in text, "either there is an order, or it is open"
@@ -275,7 +275,7 @@ def test_equal_steps_are_judged_at_equal_accuracy(tmp_path: Path) -> None:
         "With equal workers, sync is first: it reached an accuracy of 0.8667 (the best that all runs reached) after "
         "1.53 s, and async after 3.00 s."
     )
-    assert verdict.situations[0][1][-1] == (
+    assert verdict.scenarios[0][1][-1] == (
         "At 300 steps, sync has an accuracy of 0.9556 after 90,000 examples; async has an accuracy of 0.8667 after "
         "30,000 examples."
     )
@@ -312,18 +312,18 @@ def test_a_run_that_has_learnt_nothing_decides_no_order(tmp_path: Path) -> None:
     verdict = verdict_of(results, options.until)
     assert verdict.headline.startswith("With equal workers, async reached an accuracy of 0.1 (the best ")
     assert verdict.headline.endswith(" so the order is open; give a smaller eval_every_examples.")
-    assert "At 300 steps, sync has an accuracy of 0.9556 after " in verdict.situations[0][1][-1]
+    assert "At 300 steps, sync has an accuracy of 0.9556 after " in verdict.scenarios[0][1][-1]
     assert {claim.state for claim in verdict.claims} <= {"unclear"}
 
 
-def test_several_situations_are_counted_in_the_headline(tmp_path: Path) -> None:
+def test_several_scenarios_are_counted_in_the_headline(tmp_path: Path) -> None:
     options, results = compared(
         tmp_path, "data=digits", "model=softmax,dnn,cnn", "until=0.85", "delays=[0]", "modes=[sync,async]",
         secs_per_example=lambda contender, seed:
             1e-4 if contender.config.model["name"] == "cnn" else usual_secs(contender, seed),
     )  # fmt: skip
     assert verdict_of(results, options.until).headline == (
-        "Time to an accuracy of 0.85: sync is first in 2 of 3 situations; in 1 of 3 the order is open."
+        "Time to an accuracy of 0.85: sync is first in 2 of 3 scenarios; in 1 of 3 the order is open."
     )
 
 
@@ -373,7 +373,7 @@ def test_every_text_in_a_picture_can_be_read(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("tf2dist.tools.comparing.figures.MAX_PANELS", 1)
     options, results = compared(
         tmp_path, "data=digits", "model=softmax,dnn", "backups=[0,1,2]", "until=0.85", "delays=[0,0.05]",
-        secs_per_example=lambda contender, seed: usual_secs(contender, seed) / (1 + len(contender.situation) % 7),
+        secs_per_example=lambda contender, seed: usual_secs(contender, seed) / (1 + len(contender.scenario) % 7),
     )  # fmt: skip
     won = {result.contender.way for result in first_by_size(results).values()}
     assert len(won) > 1

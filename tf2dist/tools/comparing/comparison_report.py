@@ -156,7 +156,7 @@ def how_it_was_measured(options: Options, results: Sequence[ContenderResult]) ->
     if options.until.kind != "accuracy":
         sentences.append(
             f"After {options.until.value:,g} {'steps' if options.until.kind == 'steps' else 'seconds'} each contender "
-            "has seen another number of examples. So in each situation the goal is the best accuracy that all its runs "
+            "has seen another number of examples. So in each scenario the goal is the best accuracy that all its runs "
             "have reached, or the best loss of a model without an accuracy."
         )
     sentences.append(
@@ -210,7 +210,7 @@ def record_of(
         "versions": summary.get("versions"),
         "verdict": {
             "headline": verdict.headline,
-            "situations": [{"situation": name, "sentences": lines} for name, lines in verdict.situations],
+            "situations": [{"situation": name, "sentences": lines} for name, lines in verdict.scenarios],
             "claims": [
                 {"claim": claim.text, "state": claim.state, "figures": claim.figures} for claim in verdict.claims
             ],

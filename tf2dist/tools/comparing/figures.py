@@ -47,8 +47,8 @@ def styles_of(results: Sequence[ContenderResult]) -> dict[str, Style]:
     }
 
 
-def situations_of(results: Sequence[ContenderResult]) -> list[str]:
-    return list(dict.fromkeys(result.contender.situation for result in results))[:MAX_PANELS]
+def scenarios_of(results: Sequence[ContenderResult]) -> list[str]:
+    return list(dict.fromkeys(result.contender.scenario for result in results))[:MAX_PANELS]
 
 
 def has_accuracy(results: Sequence[ContenderResult]) -> bool:
@@ -56,8 +56,8 @@ def has_accuracy(results: Sequence[ContenderResult]) -> bool:
 
 
 def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: bool) -> Figure:
-    """Against the time and against the examples, a row for each situation."""
-    names, styles = situations_of(results), styles_of(results)
+    """Against the time and against the examples, a row for each scenario."""
+    names, styles = scenarios_of(results), styles_of(results)
     columns = 1 if is_narrow else 2
     figure, grid = new_figure(is_narrow, 2.6, len(names) * 2 // columns, columns)
     flat = [axes for row in grid for axes in row]
@@ -67,22 +67,22 @@ def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: b
         else (lambda point: point.loss)
     )
     for number, name in enumerate(names):
-        situation_results = [result for result in results if result.contender.situation == name]
+        scenario_results = [result for result in results if result.contender.scenario == name]
         for axes, label, of_x in (
             (flat[2 * number], "seconds of training", lambda point: point.secs),
             (flat[2 * number + 1], "training examples", lambda point: point.examples),
         ):
-            for result in situation_results:
+            for result in scenario_results:
                 _draw_line(axes, result, of_x, of_y, styles[result.contender.way])
             axes.set_xlabel(label)
             axes.set_ylabel("validation accuracy" if has_accuracy(results) else "validation loss")
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(4 if is_narrow else 6))
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if "examples" in label else "{x:,g}"))
-            if goal := situation_results[0].goal:
+            if goal := scenario_results[0].goal:
                 axes.axhline(goal.value, color=INK, lw=1.2, ls=":")
             if until.kind == "accuracy":
-                low = min([until.value - BELOW_GOAL, *(spread.low for result in situation_results
+                low = min([until.value - BELOW_GOAL, *(spread.low for result in scenario_results
                                                        if (spread := result.accuracy))])  # fmt: skip
                 axes.set_ylim(max(0.0, low), min(1.0, until.value + 0.04))
             set_title(axes, name, is_narrow, columns)
@@ -217,27 +217,27 @@ def backup_numbers(results: Sequence[ContenderResult]) -> list[int]:
 
 
 def draw_backups(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
-    """The time of a step and the time to the goal against the number of backup workers, a line a situation."""
+    """The time of a step and the time to the goal against the number of backup workers, a line a scenario."""
     columns = 1 if is_narrow else 2
     figure, grid = new_figure(is_narrow, 2.8, 2 // columns, columns)
     by_step, by_goal = (axes for row in grid for axes in row)
     with_backups = [result for result in results if result.contender.backups is not None]
     rates = {id(result): result.step_rate for result in with_backups}
-    for number, name in enumerate(dict.fromkeys(result.contender.situation for result in with_backups)):
-        situation_results = sorted(
-            (result for result in with_backups if result.contender.situation == name),
+    for number, name in enumerate(dict.fromkeys(result.contender.scenario for result in with_backups)):
+        scenario_results = sorted(
+            (result for result in with_backups if result.contender.scenario == name),
             key=lambda result: result.contender.backups or 0,
         )
         times = [
             (result.contender.backups or 0, Spread(tuple(1000 / value for value in rate.values)))
-            for result in situation_results
+            for result in scenario_results
             if (rate := rates[id(result)])
         ]
         style = variant("sync_replicas", number)
         _draw_spreads(by_step, times, name, style)
         _draw_spreads(
             by_goal,
-            [(result.contender.backups or 0, secs) for result in situation_results if (secs := result.secs)],
+            [(result.contender.backups or 0, secs) for result in scenario_results if (secs := result.secs)],
             name,
             style,
         )

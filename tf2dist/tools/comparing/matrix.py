@@ -215,11 +215,11 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of training in one situation.
+    """One way of training in one scenario.
 
     Attributes:
         way: the mode, its number of backup workers and its algorithm: what is compared.
-        situation: the delay and the other options that are varied: in each the ways are compared with each other.
+        scenario: the delay and the other options that are varied: in each the ways are compared with each other.
         backups: None for the other modes.
         varying: the values of the options that have several.
         overrides: of its command line, without the seed.
@@ -227,7 +227,7 @@ class Contender:
     """
 
     way: str
-    situation: str
+    scenario: str
     mode: str
     delay_secs: float
     backups: int | None
@@ -238,7 +238,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        return f"{self.way}, {self.situation}"
+        return f"{self.way}, {self.scenario}"
 
     @property
     def last_step(self) -> int | None:
@@ -296,7 +296,7 @@ def contenders_of(
                     check(contender.config)
                 except RequestError as error:
                     raise type(error)(f"{error} (with mode={mode}, delay {delay_secs:g} s)") from None
-                contenders.setdefault((contender.way, contender.situation), contender)
+                contenders.setdefault((contender.way, contender.scenario), contender)
     if len(contenders) * options.seeds > MAX_JOBS:
         raise ConfigError(f"the comparison would have more than {MAX_JOBS:,} runs; give fewer values")
     return list(contenders.values())
@@ -358,7 +358,7 @@ def _contender(
         overrides.append(f"train.until_{options.until.kind}={options.until.value:g}")
     return Contender(
         way=_way(mode, backups, varying),
-        situation=_situation(delay_secs, varying),
+        scenario=_scenario(delay_secs, varying),
         mode=mode,
         delay_secs=delay_secs,
         backups=backups,
@@ -404,7 +404,7 @@ def _default(key: str) -> str:
     return declared.default_text if declared else ""
 
 
-def _situation(delay_secs: float, varying: dict[str, str]) -> str:
+def _scenario(delay_secs: float, varying: dict[str, str]) -> str:
     slow = f"one worker {1000 * delay_secs:g} ms slower" if delay_secs else "equal workers"
     return ", ".join([slow, *(f"{key}={value}" for key, value in varying.items() if not _group(key))])
 

@@ -54,7 +54,7 @@ def page(
         f"<h1>{_text(_title(record))}</h1>",
         f'<p class="soft">{_text(_about(record))}</p>',
         f'<p class="lead">{_text(verdict.headline)}</p>',
-        *_situations(verdict),
+        *_scenarios(verdict),
         *_claims(verdict.claims),
         "<h2>All contenders</h2>",
         _table(contender_columns(results), results),
@@ -97,9 +97,9 @@ def _about(record: dict[str, Any]) -> str:
     )
 
 
-def _situations(verdict: Verdict) -> list[str]:
+def _scenarios(verdict: Verdict) -> list[str]:
     parts = []
-    for name, sentences in verdict.situations:
+    for name, sentences in verdict.scenarios:
         items = "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences) or "<li>Nothing was measured.</li>"
         parts.append(f'<div class="card"><h3>{_text(name[:1].upper() + name[1:])}</h3><ul>{items}</ul></div>')
     return parts
@@ -165,7 +165,7 @@ def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
     accuracy = "best accuracy" if results[0].until.kind == "accuracy" else "accuracy at the end"
     return [
         Column("mode", lambda result: result.contender.way, is_number=False),
-        Column("situation", lambda result: result.contender.situation, is_number=False),
+        Column("scenario", lambda result: result.contender.scenario, is_number=False),
         Column(f"goal: {metric}", lambda result: result.goal and result.goal.value, lambda value: f"{value:.4g}"),
         *(replace(column, title=accuracy) if column is ACCURACY else column for column in MEASURES),
     ]
@@ -183,7 +183,7 @@ def run_columns() -> list[Column]:
 
     return [
         Column("mode", lambda row: row[0].contender.way, is_number=False),
-        Column("situation", lambda row: row[0].contender.situation, is_number=False),
+        Column("scenario", lambda row: row[0].contender.scenario, is_number=False),
         Column("seed", lambda row: row[1].run.seed),
         Column("state", _state, is_number=False),
         Column("steps", measured(lambda run: run.summary["global_step"]), lambda value: f"{value:,}"),

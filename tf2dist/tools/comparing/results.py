@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CommonGoal:
-    """At what the contenders of a situation are compared: an accuracy, or the loss of a model without one."""
+    """At what the contenders of a scenario are compared: an accuracy, or the loss of a model without one."""
 
     metric: str
     value: float
@@ -154,7 +154,7 @@ class ContenderResult:
     Attributes:
         outcomes: of all its runs.
         measured: those that are done.
-        goal: of its situation; None if nothing was evaluated.
+        goal: of its scenario; None if nothing was evaluated.
         secs, examples: to the goal; None unless all runs that are done have reached it.
         accuracy: the best of each run, or that at the end of the steps or seconds.
         step_rate: global steps a second, after the warm-up.
@@ -301,13 +301,13 @@ def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[Cont
         run_dir = folder / RUNS / outcome.run.folder
         if outcome.state == "done" and (summary := finished_summary(run_dir)):
             result.measured.append(measure(outcome.run, run_dir, summary))
-    for situation in {result.contender.situation for result in results.values()}:
-        set_goal([result for result in results.values() if result.contender.situation == situation], until)
+    for scenario in {result.contender.scenario for result in results.values()}:
+        set_goal([result for result in results.values() if result.contender.scenario == scenario], until)
     return list(results.values())
 
 
 def set_goal(results: list[ContenderResult], until: Until) -> None:
-    """Sets that of one situation: the accuracy that ends the runs, or the best that every run has reached.
+    """Sets that of one scenario: the accuracy that ends the runs, or the best that every run has reached.
 
     After equal steps or seconds each contender has seen another number of examples; the time to the same accuracy
     takes account of both.

@@ -47,20 +47,20 @@ class Verdict:
 
     Attributes:
         headline: a sentence or two, each on a line of its own.
-        situations: for each situation its name and who is first in it.
+        scenarios: for each scenario its name and who is first in it.
     """
 
     headline: str
-    situations: list[tuple[str, list[str]]]
+    scenarios: list[tuple[str, list[str]]]
     claims: list[Claim]
 
 
 def verdict_of(results: list[ContenderResult], until: Until) -> Verdict:
     """Judges all results; works with any part of the runs done."""
-    names = list(dict.fromkeys(result.contender.situation for result in results))
-    situations = [(name, list(_situation([result for result in results if result.contender.situation == name], until)))
+    names = list(dict.fromkeys(result.contender.scenario for result in results))
+    scenarios = [(name, list(_scenario([result for result in results if result.contender.scenario == name], until)))
                   for name in names]  # fmt: skip
-    return Verdict(_headline(results, until), situations, list(_claims(results)))
+    return Verdict(_headline(results, until), scenarios, list(_claims(results)))
 
 
 def ranked(
@@ -87,27 +87,27 @@ def doubt_about(first: Spread, second: Spread) -> str:
 
 
 def _headline(results: list[ContenderResult], until: Until) -> str:
-    """Who is first in the situation with the fastest machines, and in that with the slowest worker."""
+    """Who is first in the scenario with the fastest machines, and in that with the slowest worker."""
     delays = sorted({result.contender.delay_secs for result in results})
     ends = [[result for result in results if result.contender.delay_secs == delay_secs]
             for delay_secs in dict.fromkeys((delays[0], delays[-1]))]  # fmt: skip
-    if all(len({result.contender.situation for result in end}) == 1 for end in ends):
+    if all(len({result.contender.scenario for result in end}) == 1 for end in ends):
         return "\n".join(_in_one_sentence(end, until) for end in ends)
-    names = dict.fromkeys(result.contender.situation for result in results)
-    orders = [_order([result for result in results if result.contender.situation == name]) for name in names]
+    names = dict.fromkeys(result.contender.scenario for result in results)
+    orders = [_order([result for result in results if result.contender.scenario == name]) for name in names]
     firsts = Counter(order[0][0].contender.way for order in orders
                      if order and (len(order) == 1 or is_clear(order[0][1], order[1][1])))  # fmt: skip
     goal = f"an accuracy of {until.value:g}" if until.kind == "accuracy" else "the best accuracy that all runs reached"
-    counts = [f"{way} is first in {number} of {len(names)} situations" for way, number in firsts.most_common()]
+    counts = [f"{way} is first in {number} of {len(names)} scenarios" for way, number in firsts.most_common()]
     num_open = len(names) - firsts.total()
     counts += [f"in {num_open} of {len(names)} the order is open"] if num_open else []
     return f"Time to {goal}: {'; '.join(counts)}."
 
 
 def _in_one_sentence(results: list[ContenderResult], until: Until) -> str:
-    """Who is first in one situation, and to what."""
+    """Who is first in one scenario, and to what."""
     goal, order = results[0].goal, _order(results)
-    begin = f"With {results[0].contender.situation},"
+    begin = f"With {results[0].contender.scenario},"
     if goal is None:
         return f"{begin} no run was evaluated."
     if not order:
@@ -137,8 +137,8 @@ def _order(results: list[ContenderResult]) -> list[tuple[ContenderResult, Spread
     return ranked(results, SECS)
 
 
-def _situation(results: list[ContenderResult], until: Until) -> Iterator[str]:
-    """The sentences about one situation."""
+def _scenario(results: list[ContenderResult], until: Until) -> Iterator[str]:
+    """The sentences about one scenario."""
     for result in results:
         if failed := [outcome for outcome in result.outcomes if outcome.state == "failed"]:
             reason = "; the loss was not finite" if any(outcome.exit_code == NOT_FINITE for outcome in failed) else ""
@@ -242,7 +242,7 @@ def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
         if result.contender.way != "async" or not result.staleness:
             continue
         sync = next((other for other in even if other.contender.way == "sync"
-                     and other.contender.situation == result.contender.situation), None)  # fmt: skip
+                     and other.contender.scenario == result.contender.scenario), None)  # fmt: skip
         if not (sync and sync.examples and result.examples):
             continue
         figures = (
@@ -261,7 +261,7 @@ def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
 
 def _claim_about_the_first(results: list[ContenderResult], *, wants_sync: bool) -> Iterator[Claim]:
     """The advice of the textbooks about which mode to choose, by the time to the goal."""
-    if len({result.contender.situation for result in results}) != 1:
+    if len({result.contender.scenario for result in results}) != 1:
         return
     order = _order(results)
     if not order:
