@@ -82,7 +82,7 @@ def test_the_last_worker_is_slow_and_others_are_not_delayed() -> None:
 
 def test_an_option_of_a_mode_is_given_to_that_mode_alone() -> None:
     result = contenders(*SMALL, "algorithm=plain,staleness_aware", "delays=0", "modes=[sync,async]", "seed=5")[1]
-    assert [contender.way for contender in result] == ["sync", "async", "async (algorithm=staleness_aware)"]
+    assert [contender.mode_label for contender in result] == ["sync", "async", "async (algorithm=staleness_aware)"]
     assert [contender.config.algorithm.kind for contender in result] == ["plain", "plain", "staleness_aware"]
     assert [contender.config.seed for contender in result] == [5, 5, 5]
 
@@ -355,7 +355,9 @@ def test_all_time_lines_have_one_axis(tmp_path: Path) -> None:
 def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> None:
     _, results = compared(tmp_path, *SMALL, "until=0.85", "backups=[0,1,2]", secs_per_example=usual_secs)
     styles = styles_of(results)
-    assert {way: styles[way] for way in ("sync", "async")} == {way: MODE_STYLES[way] for way in ("sync", "async")}
+    assert {mode_label: styles[mode_label] for mode_label in ("sync", "async")} == {
+        mode_label: MODE_STYLES[mode_label] for mode_label in ("sync", "async")
+    }
     assert styles["sync_replicas (no backups)"] == MODE_STYLES["sync_replicas"]
     for look in ([style.colour for style in styles.values()], [style.marker for style in styles.values()]):
         assert len(set(look)) == 5
@@ -365,8 +367,8 @@ def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> N
     assert all(contrast(colour, IN_THE_DARK[PAPER]) >= 3 for colour in dark)
     lines = draw_accuracy(results, Until("accuracy", 0.85), False).axes[0].get_lines()
     drawn = {line.get_label(): (line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
-    for way, style in styles.items():
-        assert drawn[way] == (style.colour, style.dash, style.marker)
+    for mode_label, style in styles.items():
+        assert drawn[mode_label] == (style.colour, style.dash, style.marker)
 
 
 def test_every_text_in_a_picture_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +377,7 @@ def test_every_text_in_a_picture_can_be_read(tmp_path: Path, monkeypatch: pytest
         tmp_path, "data=digits", "model=softmax,dnn", "backups=[0,1,2]", "until=0.85", "delays=[0,0.05]",
         secs_per_example=lambda contender, seed: usual_secs(contender, seed) / (1 + len(contender.scenario) % 7),
     )  # fmt: skip
-    won = {result.contender.way for result in first_by_size(results).values()}
+    won = {result.contender.mode_label for result in first_by_size(results).values()}
     assert len(won) > 1
     figures = [draw(False) for *_, draw in _figures(options, results)]
     assert len(figures) == 5

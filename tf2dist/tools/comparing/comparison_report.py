@@ -224,7 +224,7 @@ def _contender(result: ContenderResult) -> dict[str, Any]:
     contender = result.contender
     return {
         "name": contender.name,
-        "way": contender.way,
+        "way": contender.mode_label,
         "mode": contender.mode,
         "delay_secs": contender.delay_secs,
         "backups": contender.backups,

@@ -41,9 +41,10 @@ Cells = dict[tuple[int, float], ContenderResult]
 
 def styles_of(results: Sequence[ContenderResult]) -> dict[str, Style]:
     """How each of those that are compared looks, by its name."""
-    modes = {result.contender.way: result.contender.mode for result in results}
+    modes = {result.contender.mode_label: result.contender.mode for result in results}
     return {
-        way: variant(mode, [other for other in modes if modes[other] == mode].index(way)) for way, mode in modes.items()
+        label: variant(mode, [other for other in modes if modes[other] == mode].index(label))
+        for label, mode in modes.items()
     }
 
 
@@ -73,7 +74,7 @@ def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: b
             (flat[2 * number + 1], "training examples", lambda point: point.examples),
         ):
             for result in scenario_results:
-                _draw_line(axes, result, of_x, of_y, styles[result.contender.way])
+                _draw_line(axes, result, of_x, of_y, styles[result.contender.mode_label])
             axes.set_xlabel(label)
             axes.set_ylabel("validation accuracy" if has_accuracy(results) else "validation loss")
             axes.set_xlim(left=0)
@@ -103,7 +104,7 @@ def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, st
     x = np.array([[of_x(point) for point in run[:common]] for run in runs]).mean(axis=0)
     y = np.array([[of_y(point) for point in run[:common]] for run in runs])
     look: dict[str, Any] = {"color": style.colour, "ls": style.dash}
-    axes.plot(x, y.mean(axis=0), marker=style.marker, ms=4, lw=1.6, label=result.contender.way, zorder=3, **look)
+    axes.plot(x, y.mean(axis=0), marker=style.marker, ms=4, lw=1.6, label=result.contender.mode_label, zorder=3, **look)
     if len(runs) > 1:
         axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=style.colour, alpha=0.22, lw=0)
     for run in runs:
@@ -124,7 +125,7 @@ def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figur
     longest = max(len(result.staleness_counts()) for result in stale)
     for axes, result in zip(flat, stale, strict=False):
         counts = np.array(result.staleness_counts())
-        color = styles[result.contender.way].colour
+        color = styles[result.contender.mode_label].colour
         axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=color, baseline=0.7)
         axes.set_yscale("log")
         axes.set_ylim(0.7, counts.max() * 2)
@@ -191,7 +192,7 @@ def draw_timeline(results: Sequence[ContenderResult], is_narrow: bool) -> Figure
     longest = 1000 * max(end - begin for _, _, (begin, end) in timelines)  # in milliseconds
     figure, grid = new_figure(is_narrow, 1.5, len(timelines), 1)
     for (axes,), (result, run, (begin, end)) in zip(grid, timelines, strict=True):
-        color = styles[result.contender.way].colour
+        color = styles[result.contender.mode_label].colour
         for worker, steps in enumerate(run.steps):
             visible = [step for step in steps if step[1] > begin and step[0] < end]
             axes.broken_barh([(0, 1000 * (end - begin))], (worker - 0.06, 0.12), color=PALE, lw=0)
@@ -287,7 +288,7 @@ def draw_map(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
         for column, delay in enumerate(delays):
             winner = cells.get((size, delay))
             # Shapes and not an image, so that the colours can be exchanged for the dark ones.
-            color = styles[winner.contender.way].colour if winner else PALE
+            color = styles[winner.contender.mode_label].colour if winner else PALE
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=PAPER, lw=2))
             text = f"{winner.secs.mean:.1f} s" if winner and winner.secs else "none"
             axes.text(column, row, text, ha="center", va="center", fontsize=10, weight="bold",
@@ -299,9 +300,10 @@ def draw_map(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
     axes.set_yticks(range(len(sizes)), [f"{size:,}" for size in map(int, sizes)])
     axes.set_xlabel("delay of the slowest worker in each step")
     axes.set_ylabel("parameters of the model")
-    won = {winner.contender.way for winner in cells.values()}
+    won = {winner.contender.mode_label for winner in cells.values()}
     set_title(axes, "First at the goal", is_narrow)
-    set_legend(figure, [Patch(color=style.colour, label=way) for way, style in styles.items() if way in won], is_narrow)
+    patches = [Patch(color=style.colour, label=label) for label, style in styles.items() if label in won]
+    set_legend(figure, patches, is_narrow)
     return figure
 
 

@@ -218,15 +218,15 @@ class Contender:
     """One way of training in one scenario.
 
     Attributes:
-        way: the mode, its number of backup workers and its algorithm: what is compared.
-        scenario: the delay and the other options that are varied: in each the ways are compared with each other.
+        mode_label: the mode, its number of backup workers and its algorithm: what is compared.
+        scenario: the delay and the other options that are varied: in each the modes are compared with each other.
         backups: None for the other modes.
         varying: the values of the options that have several.
         overrides: of its command line, without the seed.
         batches: in each global step.
     """
 
-    way: str
+    mode_label: str
     scenario: str
     mode: str
     delay_secs: float
@@ -238,7 +238,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        return f"{self.way}, {self.scenario}"
+        return f"{self.mode_label}, {self.scenario}"
 
     @property
     def last_step(self) -> int | None:
@@ -296,7 +296,7 @@ def contenders_of(
                     check(contender.config)
                 except RequestError as error:
                     raise type(error)(f"{error} (with mode={mode}, delay {delay_secs:g} s)") from None
-                contenders.setdefault((contender.way, contender.scenario), contender)
+                contenders.setdefault((contender.mode_label, contender.scenario), contender)
     if len(contenders) * options.seeds > MAX_JOBS:
         raise ConfigError(f"the comparison would have more than {MAX_JOBS:,} runs; give fewer values")
     return list(contenders.values())
@@ -357,7 +357,7 @@ def _contender(
     if options.until.kind in ("accuracy", "secs"):
         overrides.append(f"train.until_{options.until.kind}={options.until.value:g}")
     return Contender(
-        way=_way(mode, backups, varying),
+        mode_label=_mode_label(mode, backups, varying),
         scenario=_scenario(delay_secs, varying),
         mode=mode,
         delay_secs=delay_secs,
@@ -392,7 +392,7 @@ def _eval_every_examples(options: Options, config: RunConfig) -> float:
     return BATCHES_PER_EVALUATION * batch * options.workers
 
 
-def _way(mode: str, backups: int | None, varying: dict[str, str]) -> str:
+def _mode_label(mode: str, backups: int | None, varying: dict[str, str]) -> str:
     settings = [f"{key}={value}" for key, value in varying.items() if _group(key) and value != _default(key)]
     spare = [] if backups is None else [f"{backups or 'no'} backup{'' if backups == 1 else 's'}"]
     return " ".join([mode, *([f"({', '.join([*spare, *settings])})"] if spare or settings else [])])

@@ -164,7 +164,7 @@ def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
     metric = next((result.goal.metric for result in results if result.goal), "accuracy")
     accuracy = "best accuracy" if results[0].until.kind == "accuracy" else "accuracy at the end"
     return [
-        Column("mode", lambda result: result.contender.way, is_number=False),
+        Column("mode", lambda result: result.contender.mode_label, is_number=False),
         Column("scenario", lambda result: result.contender.scenario, is_number=False),
         Column(f"goal: {metric}", lambda result: result.goal and result.goal.value, lambda value: f"{value:.4g}"),
         *(replace(column, title=accuracy) if column is ACCURACY else column for column in MEASURES),
@@ -182,7 +182,7 @@ def run_columns() -> list[Column]:
         return point.secs if point else None
 
     return [
-        Column("mode", lambda row: row[0].contender.way, is_number=False),
+        Column("mode", lambda row: row[0].contender.mode_label, is_number=False),
         Column("scenario", lambda row: row[0].contender.scenario, is_number=False),
         Column("seed", lambda row: row[1].run.seed),
         Column("state", _state, is_number=False),

@@ -95,10 +95,10 @@ def _headline(results: list[ContenderResult], until: Until) -> str:
         return "\n".join(_in_one_sentence(end, until) for end in ends)
     names = dict.fromkeys(result.contender.scenario for result in results)
     orders = [_order([result for result in results if result.contender.scenario == name]) for name in names]
-    firsts = Counter(order[0][0].contender.way for order in orders
+    firsts = Counter(order[0][0].contender.mode_label for order in orders
                      if order and (len(order) == 1 or is_clear(order[0][1], order[1][1])))  # fmt: skip
     goal = f"an accuracy of {until.value:g}" if until.kind == "accuracy" else "the best accuracy that all runs reached"
-    counts = [f"{way} is first in {number} of {len(names)} scenarios" for way, number in firsts.most_common()]
+    counts = [f"{label} is first in {number} of {len(names)} scenarios" for label, number in firsts.most_common()]
     num_open = len(names) - firsts.total()
     counts += [f"in {num_open} of {len(names)} the order is open"] if num_open else []
     return f"Time to {goal}: {'; '.join(counts)}."
@@ -116,16 +116,16 @@ def _in_one_sentence(results: list[ContenderResult], until: Until) -> str:
         return f"{begin} no mode reached {goal} in every run{best}."
     reached = f"{goal}" if until.kind == "accuracy" else f"{goal} (the best that all runs reached)"
     (first, spread), *others = order
-    way, secs = first.contender.way, _secs(spread)
+    label, secs = first.contender.mode_label, _secs(spread)
     if len(results) == 1:
-        return f"{begin} only {way} was measured, and reached {reached} after {secs}."
+        return f"{begin} only {label} was measured, and reached {reached} after {secs}."
     if not others:
-        return f"{begin} only {way} reached {reached} in every run, after {secs}."
-    second, other_secs = others[0][0].contender.way, _secs(others[0][1])
+        return f"{begin} only {label} reached {reached} in every run, after {secs}."
+    second, other_secs = others[0][0].contender.mode_label, _secs(others[0][1])
     doubt = doubt_about(spread, others[0][1])
     if not doubt:
-        return f"{begin} {way} is first: it reached {reached} after {secs}, and {second} after {other_secs}."
-    return f"{begin} {way} reached {reached} after {secs} and {second} after {other_secs}; {doubt}."
+        return f"{begin} {label} is first: it reached {reached} after {secs}, and {second} after {other_secs}."
+    return f"{begin} {label} reached {reached} after {secs} and {second} after {other_secs}; {doubt}."
 
 
 def _secs(spread: Spread) -> str:
@@ -142,7 +142,7 @@ def _scenario(results: list[ContenderResult], until: Until) -> Iterator[str]:
     for result in results:
         if failed := [outcome for outcome in result.outcomes if outcome.state == "failed"]:
             reason = "; the loss was not finite" if any(outcome.exit_code == NOT_FINITE for outcome in failed) else ""
-            yield f"{result.contender.way}: {len(failed)} of {len(result.outcomes)} runs failed{reason}."
+            yield f"{result.contender.mode_label}: {len(failed)} of {len(result.outcomes)} runs failed{reason}."
     goal = results[0].goal
     yield from _race(results, SECS, f"Seconds to {goal}")
     yield from _race(results, EXAMPLES, f"Training examples to {goal}")
@@ -153,12 +153,13 @@ def _scenario(results: list[ContenderResult], until: Until) -> Iterator[str]:
                 num_runs = (
                     "no run" if not result.num_reached else f"{result.num_reached} of {len(result.measured)} runs"
                 )
-                yield f"{result.contender.way}: {num_runs} reached {goal}{best}."
+                yield f"{result.contender.mode_label}: {num_runs} reached {goal}{best}."
         return
     order = ranked(results, ACCURACY, highest=True)
     if order:
         ends = "; ".join(
-            f"{result.contender.way} has an accuracy of {spread_text(spread, lambda value: f'{value:.4f}')} after "
+            f"{result.contender.mode_label} has an accuracy of "
+            f"{spread_text(spread, lambda value: f'{value:.4f}')} after "
             f"{count_text(Spread(tuple(point.examples for point in result.ends())))} examples"
             for result, spread in order
         )
@@ -173,12 +174,12 @@ def _race(results: list[ContenderResult], measure: Column, measured: str) -> Ite
     (first, best), *others = order
     listed = "; ".join(
         [
-            f"{first.contender.way} {measure.format(best)}",
-            *(f"{result.contender.way} {measure.format(spread)}, {spread.mean / best.mean:.2f} times as much"
+            f"{first.contender.mode_label} {measure.format(best)}",
+            *(f"{result.contender.mode_label} {measure.format(spread)}, {spread.mean / best.mean:.2f} times as much"
               for result, spread in others),
         ]
     )  # fmt: skip
-    end = f"; {doubt_about(best, others[0][1]) or f'so {first.contender.way} is first'}" if others else ""
+    end = f"; {doubt_about(best, others[0][1]) or f'so {first.contender.mode_label} is first'}" if others else ""
     yield f"{measured}: {listed}{end}."
 
 
@@ -206,7 +207,7 @@ def _same_in(results: list[ContenderResult], result: ContenderResult) -> Contend
         (
             other
             for other in results
-            if (other.contender.way, other.contender.varying) == (contender.way, contender.varying)
+            if (other.contender.mode_label, other.contender.varying) == (contender.mode_label, contender.varying)
         ),
         None,
     )
@@ -225,23 +226,27 @@ def _claim_about_a_straggler(slow: ContenderResult, slow_rate: Spread, rate: Spr
     if contender.mode == "sync" or contender.backups == 0:
         # The slow worker alone takes at least the delay for a step.
         state = "seen" if 1 / slow_rate.mean >= contender.delay_secs else "not seen"
-        return Claim(f"{contender.way}{settings}: every step is as slow as the slowest worker.", state, figures)
+        return Claim(f"{contender.mode_label}{settings}: every step is as slow as the slowest worker.", state, figures)
     if contender.mode == "sync_replicas":
         state = "seen" if share >= KEPT_RATE else "not seen"
-        return Claim(f"{contender.way}{settings}: a slow worker is not waited for, and the rate stays.", state, figures)
+        return Claim(
+            f"{contender.mode_label}{settings}: a slow worker is not waited for, and the rate stays.", state, figures
+        )
     workers = contender.config.cluster.num_workers
     state = "seen" if share >= KEPT_RATE * (workers - 1) / workers else "not seen"
     return Claim(
-        f"{contender.way}{settings}: a slow worker costs no more than its own share of the steps.", state, figures
+        f"{contender.mode_label}{settings}: a slow worker costs no more than its own share of the steps.",
+        state,
+        figures,
     )
 
 
 def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
     text = "The price of async is stale gradients: it needs more examples than sync for the same accuracy."
     for result in even:
-        if result.contender.way != "async" or not result.staleness:
+        if result.contender.mode_label != "async" or not result.staleness:
             continue
-        sync = next((other for other in even if other.contender.way == "sync"
+        sync = next((other for other in even if other.contender.mode_label == "sync"
                      and other.contender.scenario == result.contender.scenario), None)  # fmt: skip
         if not (sync and sync.examples and result.examples):
             continue
@@ -274,5 +279,5 @@ def _claim_about_the_first(results: list[ContenderResult], *, wants_sync: bool) 
     if not rivals:
         return
     state = ("seen" if is_sync == wants_sync else "not seen") if is_clear(best, rivals[0]) else "unclear"
-    ranking = [f"{result.contender.way} {secs_text(spread)}" for result, spread in order]
+    ranking = [f"{result.contender.mode_label} {secs_text(spread)}" for result, spread in order]
     yield Claim(text, state, f"Seconds to {first.goal}: {', '.join(ranking)}.")
