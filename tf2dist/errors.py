@@ -29,7 +29,8 @@ import site
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -78,6 +79,15 @@ class ConfigError(RequestError):
 
 class FitError(ConfigError, ValueError):
     """An argument of `tf2dist.fit` or `tf2dist.predict` is wrong or not supported."""
+
+
+@contextmanager
+def naming(subject: str) -> Iterator[None]:
+    """Puts the subject, such as "model (dnn)", before the text of a ConfigError of the block."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{subject}: {error}") from error.__cause__
 
 
 class ClusterError(RequestError):

@@ -32,7 +32,7 @@ import numpy as np
 from tf2dist.data.arrays import Arrays, Layout
 from tf2dist.data.splits import Splits, streamed
 from tf2dist.data.stream import Stream
-from tf2dist.errors import FitError, TrainingError, kind_of, reason_of
+from tf2dist.errors import FitError, TrainingError, kind_of, naming, reason_of
 from tf2dist.files import raising, write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.linux import without_warnings
@@ -84,10 +84,11 @@ def ship(
         TrainingError,
     ):
         if isinstance(model, keras.Model):
-            with tables.in_use() if tables else contextlib.nullcontext():
-                copy, sent = _ship_model(folder, model, trains=bool(plan)), {"keras": MODEL}
-            if plan:
-                _check_compiled(model, copy)
+            with naming(f"model ({model.name})"):
+                with tables.in_use() if tables else contextlib.nullcontext():
+                    copy, sent = _ship_model(folder, model, trains=bool(plan)), {"keras": MODEL}
+                if plan:
+                    _check_compiled(model, copy)
         else:
             sent = pickling.send_function(folder, model, BUILD, "model")
         stored = {
@@ -122,11 +123,9 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
     except Exception as error:  # get_config of the user's layers may raise anything
         if isinstance(error, OSError) and error.errno:  # a full disk, which `ship` reports
             raise
-        raise FitError(
-            f"model ({model.name}): Keras cannot save it ({reason_of(error)}); give a function that builds it instead"
-        ) from None
+        raise FitError(f"Keras cannot save it ({reason_of(error)}); give a function that builds it instead") from None
     lambdas = lambdas_in(config_in(folder / MODEL))
-    _check_lambdas(model.name, lambdas)
+    _check_lambdas(lambdas)
     objects, pickles = pickling.custom_objects(model)
     if not trains:
         leave_out_optimizer(folder / MODEL, objects)
@@ -137,58 +136,57 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
         copy = load_sent_model(folder, objects)
     except Exception as error:
         if found := [found for found in lambdas if not found.is_loadable]:
-            raise _unloadable(model.name, found[0]) from None
+            raise _unloadable(found[0]) from None
         raise FitError(
-            f"model ({model.name}): Keras has saved it but cannot load it again ({reason_of(error)}); give its "
+            f"Keras has saved it but cannot load it again ({reason_of(error)}); give its "
             "classes a get_config, or give a function that builds it instead"
         ) from None
     if len(copy.weights) != len(model.weights):
         raise FitError(
-            f"model ({model.name}): Keras makes only {len(copy.weights)} of its {len(model.weights)} weights when it "
+            f"Keras makes only {len(copy.weights)} of its {len(model.weights)} weights when it "
             "loads the model; make all layers with their shapes in its __init__, or give a function that builds it"
         )
     return copy
 
 
-def _check_lambdas(name: str, lambdas: list[Lambda]) -> None:
+def _check_lambdas(lambdas: list[Lambda]) -> None:
     """Refuses a lambda that would fail in the tasks, or would find other things under its names."""
     for found in lambdas:
         try:
             lost = _lost_name(found) if found.is_loadable else ""
         except Exception:  # Keras cannot load one with default arguments
-            raise _unloadable(name, found) from None
+            raise _unloadable(found) from None
         if lost:
             where = f"the lambda of its {found.role}"
-            raise FitError(f"model ({name}): {where} uses {lost}, which Keras does not save with it; {NO_LAMBDA}")
+            raise FitError(f"{where} uses {lost}, which Keras does not save with it; {NO_LAMBDA}")
 
 
-def _unloadable(name: str, found: Lambda) -> FitError:
+def _unloadable(found: Lambda) -> FitError:
     reason = f"has a lambda as its {found.role}, which Keras saves but cannot load again"
-    return FitError(f"model ({name}): {reason}; {NO_LAMBDA}")
+    return FitError(f"{reason}; {NO_LAMBDA}")
 
 
 def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
     """Refuses a model that would be trained in another way when Keras has loaded it."""
     if not copy.compiled:
         raise FitError(
-            f"model ({model.name}): its compile is its own, and Keras does not call it when it loads the model; give "
+            "its compile is its own, and Keras does not call it when it loads the model; give "
             "its class get_compile_config and compile_from_config, or give a function that builds and compiles it"
         )
     if has_own_step(model) and _optimizer_state(copy) != _optimizer_state(model):
         raise FitError(
-            f"model ({model.name}): its optimizers have trained before, and Keras does not save their state; give a "
+            "its optimizers have trained before, and Keras does not save their state; give a "
             "function that builds and compiles it anew, with more epochs and the run_dir to go on"
         )
     has_scale = [isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer) for each in (model, copy)]
     if has_scale == [False, True]:
         raise FitError(
-            f"model ({model.name}): was compiled with auto_scale_loss=False, which Keras does not save; give a "
-            "function that builds it instead"
+            "was compiled with auto_scale_loss=False, which Keras does not save; give a function that builds it instead"
         )
     # A MultiOptimizer knows variables by their paths, and a class may give its layers other names when it is loaded.
     if _optimizer_numbers(copy) != _optimizer_numbers(model):
         raise FitError(
-            f"model ({model.name}): its MultiOptimizer chooses by names of layers, which are others when Keras loads "
+            "its MultiOptimizer chooses by names of layers, which are others when Keras loads "
             "the model; give its layers names, or give a function that builds it instead"
         )
 
@@ -322,13 +320,13 @@ def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> kera
     # Keras numbers layers by what the process has made before, and checkpoints know variables by these names.
     with fresh_names():
         model = function()
-        if not isinstance(model, keras.Model):
-            raise FitError(f"model ({name}): its function returns {kind_of(model)}, but must return a keras.Model")
-        if not model.compiled:
-            raise FitError(
-                f"model ({name}): is not compiled; call model.compile(optimizer, loss, metrics=...) before it is "
-                "returned"
-            )
+        with naming(f"model ({name})"):
+            if not isinstance(model, keras.Model):
+                raise FitError(f"its function returns {kind_of(model)}, but must return a keras.Model")
+            if not model.compiled:
+                raise FitError(
+                    "is not compiled; call model.compile(optimizer, loss, metrics=...) before it is returned"
+                )
         mirror.build(model, name, layout)
     return model
 

@@ -8,7 +8,7 @@ from keras.optimizers import LossScaleOptimizer
 
 from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.data.splits import Splits
-from tf2dist.errors import ConfigError, reason_of
+from tf2dist.errors import ConfigError, naming, reason_of
 from tf2dist.model import model_checks
 from tf2dist.model.optimizer_checks import check_optimizer
 from tf2dist.registry import MODELS, OPTIMIZERS, call, look_up, register_model
@@ -93,12 +93,13 @@ def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
     name, function = arguments["name"], look_up(MODELS, "model", arguments["name"])
     options = {key: value for key, value in arguments.items() if key != "name"}
     fixed = {"input_shape": splits.input_shape, "num_classes": splits.num_classes}
-    model_checks.check_builder(name, function, fixed)
-    # A user's model may fit any data, and a plugin may have replaced a model under one of these names.
-    if function in (softmax, dnn, cnn):
-        model_checks.check_images(name, splits)
-    if function is two_tower:
-        model_checks.check_impressions(name, splits)
+    with naming(f"model ({name})"):
+        model_checks.check_builder(name, function, fixed)
+        # A user's model may fit any data, and a plugin may have replaced a model under one of these names.
+        if function in (softmax, dnn, cnn):
+            model_checks.check_images(splits)
+        if function is two_tower:
+            model_checks.check_impressions(splits)
     model: keras.Model = call("model", name, function, options, fixed)
     return model
 

@@ -30,48 +30,39 @@ def check_builder(name: str, function: Any, fixed: dict[str, Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not takes >= fixed.keys() and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        raise ConfigError(
-            f"model ({name}): its function must take {' and '.join(fixed)}; write def {name}({', '.join(fixed)})"
-        )
+        raise ConfigError(f"its function must take {' and '.join(fixed)}; write def {name}({', '.join(fixed)})")
 
 
-def check_images(name: str, splits: Splits) -> None:
+def check_images(splits: Splits) -> None:
     """Refuses data that is not one array with classes, for one of the built-in classifiers."""
     shape = splits.input_shape
     if not splits.num_classes or not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
-        raise ConfigError(
-            f"model ({name}): classifies images, and the data is {splits.layout}; register a model that fits it"
-        )
+        raise ConfigError(f"classifies images, and the data is {splits.layout}; register a model that fits it")
 
 
-def check_impressions(name: str, splits: Splits) -> None:
+def check_impressions(splits: Splits) -> None:
     """Refuses data that does not show items to users, for `two_tower`."""
     shape = splits.input_shape
     if not isinstance(shape, dict) or shape.keys() != {"user", "item", "context"}:
-        raise ConfigError(
-            f"model ({name}): takes user, item and context, and the data is {splits.layout}; register a model that fits"
-        )
+        raise ConfigError(f"takes user, item and context, and the data is {splits.layout}; register a model that fits")
 
 
-def check_model(name: str, model: Any) -> None:
+def check_model(model: Any) -> None:
     """Refuses what a builder returns if it is not a model that can be trained here."""
     if not isinstance(model, keras.Model):
-        raise ConfigError(
-            f"model ({name}): its function gives {kind_of(model)}, and must give a keras.Model; return the model"
-        )
+        raise ConfigError(f"its function gives {kind_of(model)}, and must give a keras.Model; return the model")
     if has_own_step(model) and not model.compiled:
-        raise ConfigError(f"model ({name}): has a step of its own, and is not compiled; call its compile")
-    support.check_model(support.COMPILED, name, model)
+        raise ConfigError("has a step of its own, and is not compiled; call its compile")
 
 
-def check_inputs(name: str, model: keras.Model, layout: Layout) -> None:
+def check_inputs(model: keras.Model, layout: Layout) -> None:
     """Refuses a model that takes more or fewer inputs than the data has, or a single one of another shape."""
     inputs = getattr(model, "inputs", None)
     if inputs is None:  # a subclass of keras.Model declares no inputs; its first call shows what fits
         return
     data_inputs = leaves_of(layout.symbolic()[0])
     if len(inputs) != len(data_inputs):
-        raise ConfigError(f"model ({name}): has {len(inputs)} inputs, and x of the data has {len(data_inputs)}")
+        raise ConfigError(f"has {len(inputs)} inputs, and x of the data has {len(data_inputs)}")
     if len(data_inputs) > 1:
         return
     shape = list(data_inputs[0].shape[1:])
@@ -79,21 +70,17 @@ def check_inputs(name: str, model: keras.Model, layout: Layout) -> None:
     # Keras itself adds or removes a last dimension of 1.
     fits = (expected, [*expected, 1], expected[:-1] if expected[-1:] == [1] else expected)
     if not any(tf.TensorShape(accepted).is_compatible_with(shape) for accepted in fits):
-        raise ConfigError(
-            f"model ({name}): takes inputs of {expected}, and the data has {shape}; begin with keras.Input(input_shape)"
-        )
+        raise ConfigError(f"takes inputs of {expected}, and the data has {shape}; begin with keras.Input(input_shape)")
 
 
-def check_outputs(name: str, outputs: Any, num_classes: int) -> None:
+def check_outputs(outputs: Any, num_classes: int) -> None:
     """Refuses a model that does not give one logit for each class; `outputs` are symbolic."""
     if not isinstance(outputs, keras.KerasTensor):
-        raise ConfigError(
-            f"model ({name}): gives {kind_of(outputs)}, and must give one tensor, the logits of {num_classes} classes"
-        )
+        raise ConfigError(f"gives {kind_of(outputs)}, and must give one tensor, the logits of {num_classes} classes")
     if list(outputs.shape[1:]) != [num_classes]:
         shape = [n or "batch" for n in outputs.shape]
         raise ConfigError(
-            f"model ({name}): gives [{', '.join(map(str, shape))}], and must give [batch, {num_classes}], a logit for "
+            f"gives [{', '.join(map(str, shape))}], and must give [batch, {num_classes}], a logit for "
             f"each class; end with Dense(num_classes)"
         )
 

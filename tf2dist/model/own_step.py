@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf2dist.data.arrays import Layout
-from tf2dist.errors import ConfigError, TfDistError, kind_of, reason_of, users_location
+from tf2dist.errors import ConfigError, TfDistError, kind_of, naming, reason_of, users_location
 from tf2dist.model.gradients import WAY_OUT, is_zero
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
@@ -372,13 +372,12 @@ def _recorded(metrics: list[keras.metrics.Metric]) -> Iterator[Results]:
 @contextmanager
 def _told_of(name: str, method: str) -> Iterator[None]:
     """Errors of a method of the user's model are told with its name and that of the model."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"model ({name}): its {method} {error}") from None
-    except TfDistError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise ConfigError(
-            f"model ({name}): its {method} fails ({reason_of(error)}{users_location(error)}); correct it"
-        ) from error
+    with naming(f"model ({name})"):
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"its {method} {error}") from None
+        except TfDistError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise ConfigError(f"its {method} fails ({reason_of(error)}{users_location(error)}); correct it") from error

@@ -15,7 +15,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Layout
 from tf2dist.data.loading import load
 from tf2dist.data.splits import Splits
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, naming
 from tf2dist.model import model_checks, own_step, support
 from tf2dist.model.builtin import build_model, build_optimizer
 from tf2dist.model.compiled_step import CompiledStep, has_own_loss
@@ -112,7 +112,8 @@ def build_step(
         compile_classifier(source.name, model, splits.num_classes, "sgd")
         model.optimizer = None
         x, _, _ = splits.layout.symbolic()
-        model_checks.check_outputs(source.name, model.compute_output_spec(x), int(splits.num_classes or 0))
+        with naming(f"model ({source.name})"):
+            model_checks.check_outputs(model.compute_output_spec(x), int(splits.num_classes or 0))
     if model.optimizer:
         make_optimizer = copies_of(model.optimizer, model.trainable_variables, source.name)
     else:
@@ -178,11 +179,14 @@ def make_variables(model: keras.Model, name: str, layout: Layout, tested: Layout
     Raises:
         ConfigError: it is no model that can be trained here, or it does not fit the data.
     """
-    model_checks.check_model(name, model)
+    with naming(f"model ({name})"):
+        model_checks.check_model(model)
+    support.check_model(support.COMPILED, name, model)
     if has_own_step(model):
         own_step.build(model, layout, name, tested)
         return
-    model_checks.check_inputs(name, model, layout)
+    with naming(f"model ({name})"):
+        model_checks.check_inputs(model, layout)
     # A subclass of `keras.Model` learns the shape of its input from its first call.
     if not model.built:
         x, _, _ = layout.symbolic()
