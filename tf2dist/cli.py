@@ -51,7 +51,7 @@ def run(arguments: list[str], started_at: float, signals: Signals) -> None:
 
 
 def hydra_output(hydra: Hydra, args: argparse.Namespace) -> str:
-    """What Hydra prints for a flag. Raises ConfigError if the command line is wrong."""
+    """The text that Hydra prints for a flag."""
     name = args.config_name
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(io.StringIO()) as refusal:
         try:
@@ -92,11 +92,7 @@ def run_job(composed: DictConfig) -> float | Failed | None:
 
 
 def show(text: str) -> None:
-    """Prints a text to the standard output; a reader that leaves early is no error.
-
-    Raises:
-        TfDistError: it cannot be written, for example because of a full disk.
-    """
+    """Prints a text to the standard output; a reader that leaves early is no error."""
     try:
         print(text, end="", flush=True)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""What a user may ask for: options, their types, defaults and rules. Never imports TensorFlow."""
+"""Options that a user may give, their types, defaults and rules. Never imports TensorFlow."""

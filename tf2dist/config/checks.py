@@ -115,7 +115,7 @@ def argument_rules(group: str, arguments: dict[str, Any], builtin: bool) -> list
 
 
 def _problem(key: str, value: Any, builtin: bool, in_choice: bool) -> str:
-    """What an argument must be, if it is not, or ""; `in_choice`: whether its choice has it in ``conf/``."""
+    """The rule that an argument breaks, or ""; `in_choice`: whether its choice has it in ``conf/``."""
     text = broken(value, *ARGUMENTS[key].constraints) if builtin and key in ARGUMENTS else ""
     if _is_plain(value, allow_words=not builtin and not in_choice):
         return text
@@ -173,11 +173,7 @@ MAX_LOCAL_TASKS = 64  # as many ports as the fork server sets aside
 
 
 def check(config: RunConfig) -> None:
-    """Checks everything and reports all mistakes at once.
-
-    Raises:
-        ConfigError: one line for each broken rule.
-    """
+    """Checks everything and reports all mistakes at once."""
     # A plugin may register a model under a name of ours, with other arguments.
     builtin = not config.plugins
     rules: list[Rule] = [

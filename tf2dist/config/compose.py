@@ -42,11 +42,7 @@ PLUGIN_GROUPS = ("model", "data", "optimizer")
 
 @functools.cache
 def conf_folder() -> Traversable:
-    """The folder conf/.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The folder conf/."""
     try:
         # As a package's resources: conf/ stands in different places in the repository and in a wheel.
         return resources.files("tf2dist.conf")
@@ -163,11 +159,7 @@ class Loader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Composes a configuration.
-
-        Raises:
-            ConfigError: says what is wrong, and names the nearest option if there is one.
-        """
+        """Composes a configuration."""
         if self._composed is not None:
             composed, self._composed = self._composed, None
             return composed
@@ -267,11 +259,7 @@ def hydra_settings(composed: DictConfig) -> Iterator[list[str]]:
 
 
 def prepare_overrides(overrides: list[str], tf_config: str | None) -> list[str]:
-    """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if there is one.
-
-    Raises:
-        ConfigError: an override sets what a choice sets.
-    """
+    """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if there is one."""
     for override in overrides:
         group, _, argument = _key(override).partition(".")
         if override[0:1] == "+" and (_key(override) in groups() or _is_set(override)):
@@ -423,7 +411,7 @@ def _wrong_kind(override: Override) -> str:
 
 
 def _problem(override: Override, tree: DictConfig, overrides: list[str], loader: Loader) -> str:
-    """What is wrong with one override, or ""; `tree`: the configuration of the choices that were made."""
+    """The mistake in one override, or ""; `tree`: the configuration of the choices that were made."""
     key, known = override.key_or_group, {*groups(), *_leaves(as_written(tree))}
     value = str(override.input_line).partition("=")[2]
     if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
@@ -440,7 +428,7 @@ def _problem(override: Override, tree: DictConfig, overrides: list[str], loader:
 
 
 def _missing(error: MissingConfigException, overrides: list[str], config_name: str | None, loader: Loader) -> str:
-    """What is wrong with the name of a file that is not there."""
+    """The message about the name of a file that is not there."""
     missing_file = error.missing_cfg_file or ""
     if missing_file == config_name:
         known = sorted({name for source in loader.get_sources() if source.provider not in ("hydra", "schema")

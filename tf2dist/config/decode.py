@@ -58,20 +58,12 @@ class OptionReader(TreeReader):
 
 
 def to_dataclass(kind: type[T], tree: Any) -> T:
-    """An object of a dataclass of options with the values of a tree; missing options have their defaults.
-
-    Raises:
-        ConfigError: one line that names the option and says what it must be.
-    """
+    """An object of a dataclass of options with the values of a tree; missing options have their defaults."""
     return OptionReader().read(kind, tree)
 
 
 def from_yaml(text: str) -> RunConfig:
-    """The configuration that another process has checked and written.
-
-    Raises:
-        ConfigError: the text is not such a configuration, for example because a YAML tag in it would make an object.
-    """
+    """The configuration that another process has checked and written."""
     # OmegaConf reads YAML with a safe loader, which makes no objects of Python.
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))

@@ -14,11 +14,7 @@ ACTIONS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The flags and overrides of one command line, under the names that Hydra gives them.
-
-    Raises:
-        ConfigError: a flag is unknown, lacks its value, or contradicts another one.
-    """
+    """The flags and overrides of one command line, under the names that Hydra gives them."""
     parser = get_args_parser()
     flags = re.findall(r"--[\w-]+", parser.format_usage())
 
@@ -51,11 +47,7 @@ def actions_of(args: argparse.Namespace) -> list[str]:
 
 
 def source_of(args: argparse.Namespace) -> ConfigSource:
-    """The configuration files that a command line names.
-
-    Raises:
-        ConfigError: a folder does not exist.
-    """
+    """The configuration files that a command line names."""
     for flag, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
         # Before anything that depends on the files in it.
         if folder is not None and not folder.startswith("pkg://") and not is_folder(folder):

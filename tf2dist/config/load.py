@@ -32,11 +32,7 @@ DEFAULTS = KerasConfig(**KERAS_DEFAULTS)
 
 
 def resolve(settings: KerasConfig) -> KerasConfig:
-    """Completes the settings that no option gives: from keras.json, or else with Keras's own defaults.
-
-    Raises:
-        ConfigError: the file holds a value that Keras or this program refuses.
-    """
+    """Completes the settings that no option gives: from keras.json, or else with Keras's own defaults."""
     in_file = from_file()
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     resolved = replace(DEFAULTS, **{**in_file, **given})
@@ -67,11 +63,7 @@ def path() -> str:
 
 
 def from_file() -> dict[str, Any]:
-    """The settings in keras.json; none if the file does not exist, or is not JSON, which Keras ignores too.
-
-    Raises:
-        ConfigError: Keras would fail on the file, or wait for ever.
-    """
+    """The settings in keras.json; none if the file does not exist, or is not JSON, which Keras ignores too."""
     try:
         mode = os.stat(path()).st_mode
     except (OSError, ValueError):  # it does not exist, or its folder is not accessible
@@ -108,9 +100,6 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
         overrides: the arguments of the command, such as ``["mode=sync", "train.steps=100"]``.
         tf_config: the value of the environment variable TF_CONFIG, which chooses the default cluster.
         source: the configuration files.
-
-    Raises:
-        ConfigError: says what is wrong and what would be right.
     """
     with open_hydra(source) as hydra:
         composed = hydra.compose_config(source.name, prepare_overrides(overrides, tf_config), RunMode.RUN)
@@ -118,11 +107,7 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
 
 
 def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
-    """Converts and checks what Hydra has composed, with or without Hydra's own settings.
-
-    Raises:
-        ConfigError: says what is wrong and what would be right.
-    """
+    """Converts and checks what Hydra has composed, with or without Hydra's own settings."""
     with hydra_settings(composed) as overrides:
         tree = _resolved(composed)
     check_literal(tree)
@@ -151,11 +136,7 @@ def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
 
 
 def _resolved(composed: DictConfig) -> dict[str, Any]:
-    """The options as plain values, with all ``${...}`` resolved.
-
-    Raises:
-        ConfigError: one cannot be resolved; names the option.
-    """
+    """The options as plain values, with all ``${...}`` resolved."""
     options = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
         tree: Any = OmegaConf.to_container(options, resolve=True)
@@ -182,12 +163,7 @@ def _refuse_interpolation(options: DictConfig) -> None:
 
 
 def check_literal(tree: dict[str, Any]) -> None:
-    """Refuses values that are not literal.
-
-    Raises:
-        ConfigError: a value still contains ``${...}``, for example one from the environment, is missing, or is a
-            number that no float can hold.
-    """
+    """Refuses ``${...}`` that is left, as from the environment, missing values, and numbers that no float holds."""
     for location, value in flatten(tree, lists=True):
         name = re.sub(r"\[\d+\]", "", location)  # of the list
         if isinstance(value, str) and "${" in value:

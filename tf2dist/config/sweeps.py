@@ -47,9 +47,6 @@ def jobs_of(hydra: Hydra, composed: DictConfig, check: Check) -> list[Job]:
     Args:
         composed: the configuration of the whole sweep.
         check: raises RequestError for a configuration that cannot be run.
-
-    Raises:
-        RequestError: the command line is wrong, or that of a job; names the job.
     """
     if not is_basic(composed, "sweeper"):
         _check_job(composed, check)
@@ -125,11 +122,7 @@ def _parsed(parser: OverridesParser, override: str) -> Override:
 
 
 def _count(override: Override) -> int:
-    """The number of values of a sweep, at most `MAX_JOBS` + 1.
-
-    Raises:
-        ConfigError: there are none, or they cannot be counted.
-    """
+    """The number of values of a sweep, at most `MAX_JOBS` + 1."""
     name, text = override.key_or_group, override.get_value_string()
     if not override.is_discrete_sweep():
         raise ConfigError(f"{name} ({text}): has no single values; give a list such as 0.1,0.2 or range(0,1,0.1)")

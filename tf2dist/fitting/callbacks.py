@@ -83,11 +83,7 @@ def _equal(old: dict[str, Any], new: dict[str, Any], attribute: str, prefix: str
 
 
 def restore(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays) -> None:
-    """Sets the attributes of the callbacks that the state of a checkpoint contains; all others stay as they are.
-
-    Raises:
-        CheckpointError: the state is damaged.
-    """
+    """Sets the attributes of the callbacks that the state of a checkpoint contains; all others stay as they are."""
     if TEXT not in state:
         return
     callbacks_by_name = _by_name(callbacks)
@@ -136,11 +132,7 @@ def _bytes(data: bytes) -> np.ndarray:
 
 
 def _encoded(value: Any, key_prefix: str, arrays: NamedArrays) -> Any:
-    """The value in a form for JSON; numpy arrays go into `arrays`, under the names of their places.
-
-    Raises:
-        NotPlain: the value, or something in it, is of another type.
-    """
+    """The value in a form for JSON; numpy arrays go into `arrays`, under the names of their places."""
     # A subclass such as an enum could not be read back as what it was; its number can.
     if value is None or isinstance(value, bool | int | float | str):
         return value if type(value) in (type(None), bool, int, float, str) else _number(value)
@@ -390,7 +382,7 @@ class Callbacks:
             self._list.on_epoch_begin(epoch)
 
     def _change(self, stop: bool = False) -> Change:
-        """What callbacks have changed since the cluster's variables were copied into the mirror."""
+        """Changes that callbacks have made since the cluster's variables were copied into the mirror."""
         arrays, rates = self._mirror.changes()
         state = changes_since(self._at_begin or {}, state_of(self._list.callbacks))
         return Change(stop, learning_rates=rates, arrays=arrays, state=state)

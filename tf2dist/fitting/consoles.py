@@ -1,4 +1,4 @@
-"""What a call of `fit` shows while it runs: on a terminal, in a file, below the cell of a notebook."""
+"""Output of a call of `fit` while it runs: on a terminal, in a file, below the cell of a notebook."""
 
 import html
 import io
@@ -35,14 +35,14 @@ def in_notebook() -> bool:
 
 
 def opening_line(call: str, place: Place) -> str:
-    """What is shown at once: building the model and importing TensorFlow in the tasks take seconds."""
+    """The line that is shown at once: building the model and importing TensorFlow in the tasks take seconds."""
     cluster, task = place
     does = "starting" if cluster.is_managed else f"{task} joins"
     return f"{call}: {does} {cluster_text(cluster.num_workers, cluster.num_ps)}"
 
 
 def step_line(mode: str, num_batches: int, batch_size: int | None) -> str:
-    """What a step is.
+    """A line that says what a step is.
 
     Args:
         num_batches: that the cluster takes in one step.

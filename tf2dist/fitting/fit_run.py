@@ -224,12 +224,7 @@ class Run:
 def run_tasks(
     config: RunConfig, place: Place, console: Console, started_at: float, session: FitSession[FolderAndSummary]
 ) -> FolderAndSummary:
-    """Runs the tasks of this host to their end.
-
-    Raises:
-        TfDistError: they cannot run, or have failed.
-        KeyboardInterrupt, SystemExit: of a signal, see `FitSession.follow`.
-    """
+    """Runs the tasks of this host to their end."""
     check_size(config, place.cluster)
     if place.has_peers:
         check_place(config, *place, console)
@@ -247,11 +242,7 @@ _in_training: set[int] = set()  # the ids of the models that calls of `fit` in t
 
 @contextmanager
 def alone_with(model: Model) -> Iterator[None]:
-    """Refuses a model that is being trained already, in another thread: each would overwrite the weights of the other.
-
-    Raises:
-        FitError: it is.
-    """
+    """Refuses a model that another thread trains already: each would overwrite the weights of the other."""
     if not isinstance(model, keras.Model):  # a function builds a new one at each call
         yield
         return
@@ -270,9 +261,6 @@ def local_model(model: Model, layout: Layout) -> keras.Model:
 
     Args:
         layout: of the data.
-
-    Raises:
-        FitError: the argument is no compiled model, and no function that returns one.
     """
     if not isinstance(model, keras.Model):
         if not callable(model):
@@ -285,7 +273,7 @@ def local_model(model: Model, layout: Layout) -> keras.Model:
 
 
 def identity_of(splits: Splits, plan: EpochPlan) -> dict[str, Any]:
-    """What must be equal in the calls of all hosts, in a form that people can read."""
+    """The facts that must be equal in the calls of all hosts, in a form that people can read."""
     # The number of examples, types and shapes stand for the arrays: hashing gigabytes would delay every start.
     identity = {"train": str(splits.stream or splits.train)}
     if validation := splits.validation_stream or splits.validation:

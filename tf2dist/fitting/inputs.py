@@ -19,11 +19,7 @@ SPARSE = "is sparse or ragged, but only dense arrays can be sent; make it dense,
 
 
 def training_examples(x: Tree, y: Tree, sample_weight: Tree, class_weight: Mapping[int, float] | None) -> Arrays:
-    """The training set, with class weights turned into a weight for each example, as Keras does.
-
-    Raises:
-        FitError: the data is wrong in a way that Keras refuses too, or cannot be sent to the tasks.
-    """
+    """The training set, with class weights turned into a weight for each example, as Keras does."""
     if x is None:
         raise FitError("x: is None; give arrays with one example in each row, or a dict, list or tuple of them")
     x, y, sample_weight = (
@@ -39,11 +35,7 @@ def training_examples(x: Tree, y: Tree, sample_weight: Tree, class_weight: Mappi
 
 
 def validation_examples(validation_data: Any) -> Arrays:
-    """The validation set: x, (x,), (x, y) or (x, y, sample_weight).
-
-    Raises:
-        FitError: it is none of these; or see `training_examples`.
-    """
+    """The validation set: x, (x,), (x, y) or (x, y, sample_weight)."""
     try:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
     except ValueError:
@@ -59,11 +51,7 @@ def validation_examples(validation_data: Any) -> Arrays:
 
 
 def split_off(examples: Arrays, share: float) -> tuple[Arrays, Arrays]:
-    """Splits the examples, in the order given, into a training set and a validation set, which is the last part.
-
-    Raises:
-        FitError: `share` is not between 0 and 1, or one of the two sets would be empty.
-    """
+    """Splits the examples, in the order given, into a training set and a validation set, which is the last part."""
     if not 0 < share < 1:
         raise FitError(f"validation_split ({share}): must be at least 0 and less than 1, such as 0.2")
     total = len(examples)
@@ -78,11 +66,7 @@ def split_off(examples: Arrays, share: float) -> tuple[Arrays, Arrays]:
 
 
 def converted(tree: Tree, name: str) -> Tree:
-    """The tree with numpy arrays as Keras converts them: floats to its floatx; integers, bools and strings unchanged.
-
-    Raises:
-        FitError: a leaf is not an array, or it is sparse or ragged.
-    """
+    """The tree with arrays as Keras converts them: floats to its floatx; integers, bools and strings unchanged."""
     if tree is None:
         return None
     return keras.tree.map_structure(lambda leaf: None if leaf is None else _as_numpy(leaf, name), tree)
@@ -130,11 +114,7 @@ def _of_known_type(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _of_objects(array: np.ndarray, name: str) -> np.ndarray:
-    """Strings as bytes in UTF-8, or numbers as Keras's floatx.
-
-    Raises:
-        FitError: there is something else among them.
-    """
+    """Strings as bytes in UTF-8, or numbers as Keras's floatx."""
     # pandas gives such arrays for columns of strings, and for tables whose columns are of several types. As objects
     # they could be sent only by pickle.
     flat = array.ravel()
@@ -149,11 +129,7 @@ def _of_objects(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _for_each_output(y: Tree, weights: Tree) -> Tree:
-    """One array of weights for each output, as Keras has it.
-
-    Raises:
-        FitError: the weights do not match the outputs.
-    """
+    """One array of weights for each output, as Keras has it."""
     if not keras.tree.is_nested(y):
         return weights
     if keras.tree.is_nested(weights):
@@ -172,11 +148,7 @@ def _for_each_output(y: Tree, weights: Tree) -> Tree:
 
 
 def _of_classes(y: Tree, class_weight: Mapping[int, float]) -> np.ndarray:
-    """A weight for each example: that of its class, or 1 for a class without one.
-
-    Raises:
-        FitError: `y` does not have one class for each example.
-    """
+    """A weight for each example: that of its class, or 1 for a class without one."""
     if keras.tree.is_nested(y) or y is None:
         raise FitError("class_weight: is for a model with a single output; give sample_weight")
     classes = y
@@ -225,11 +197,7 @@ def batch_size_of(batch_size: int | None, num_examples: int, steps_per_epoch: in
 
 
 def store(examples: Arrays, folder: Path, prefix: str) -> dict[str, Any]:
-    """Writes the arrays into `folder`; returns what `load` needs, as a value of JSON.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Writes the arrays into `folder`; returns what `load` needs, as a value of JSON."""
     # By the identity of the array: one that stands in several places is written once.
     paths: dict[int, str] = {}
     return {part: _stored(tree, folder, f"{prefix}-{part}", paths) for part, tree in _parts(examples)}
@@ -274,11 +242,7 @@ def mapped_file(array: np.ndarray) -> str:
 
 
 def load(stored: dict[str, Any]) -> Arrays:
-    """The examples that `store` has written, mapped into memory without being read.
-
-    Raises:
-        OSError, ValueError: a file is missing or damaged.
-    """
+    """The examples that `store` has written, mapped into memory without being read."""
     return Arrays(*(_loaded(stored[part]) for part in ("x", "y", "sample_weight")))
 
 

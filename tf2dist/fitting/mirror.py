@@ -66,11 +66,7 @@ class Mirror:
         self._settings = self._settings_now()
 
     def put(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> None:
-        """Copies the variables of the cluster at a step into the model.
-
-        Raises:
-            TrainingError: the cluster has variables that this model does not have.
-        """
+        """Copies the variables of the cluster at a step into the model."""
         if self._layout and not self._outside and any(name.startswith(OUTSIDE) for name in arrays):
             shapes = {name: array.shape for name, array in arrays.items() if name.startswith(OUTSIDE)}
             self._find_outside(self._layout, shapes)
@@ -111,12 +107,7 @@ class Mirror:
         self._named |= self._outside
 
     def changes(self) -> tuple[NamedArrays, tuple[float, ...]]:
-        """The arrays that differ from those of the cluster, and the learning rates if one differs.
-
-        Raises:
-            FitError: a callback has changed what it cannot change in the cluster: the number of updates, a schedule,
-                another setting of an optimizer, or which variables are trained.
-        """
+        """The arrays that differ from those of the cluster, and the learning rates if one differs."""
         self._check_settings()
         for counter, times in zip(self._counters, self._per_step, strict=True):
             if (count := int(counter.numpy())) != (wanted := times * self._cluster_count):
@@ -160,7 +151,7 @@ class Mirror:
                 )
 
     def _settings_now(self) -> dict[tuple[int, str], Any]:
-        """What is no variable of an optimizer, by optimizer and name: Keras takes it when it traces the first step."""
+        """Settings of optimizers that are no variables; Keras takes them when it traces the first step."""
         settings: dict[tuple[int, str], Any] = {(0, "model.optimizer"): self.model.optimizer}
         inner = inner_optimizers(self.optimizer)
         for one in inner:
@@ -239,10 +230,6 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
     Args:
         name: of the model, for messages.
         layout: of the data.
-
-    Raises:
-        ConfigError: a method of its own by which it is trained fails.
-        FitError: the model, its losses and its metrics do not fit the data.
     """
     try:
         make_variables(model, name, layout)
@@ -281,7 +268,7 @@ def _build_optimizer(model: keras.Model, name: str) -> None:
 
 
 def _misfit(model: keras.Model, name: str, layout: Layout, reason: str) -> str:
-    """What is wrong with the data of a model whose metrics cannot be built, and the way out."""
+    """The mistake in the data of a model whose metrics cannot be built, and the way out."""
     x, y, _ = layout.symbolic()
     try:
         outputs = model.compute_output_spec(x)

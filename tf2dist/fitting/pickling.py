@@ -62,10 +62,6 @@ def send_function(folder: Path, function: Callable[..., Any], file: str, argumen
         folder: that of the job.
         file: the name of the file in it, for a function that tasks cannot import.
         argument: the name of the argument of `fit`, for messages.
-
-    Raises:
-        FitError: it cannot be sent.
-        OSError: the file cannot be written.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     # The name must lead to this very object: a decorator or a second definition may have replaced what it stands for.
@@ -98,11 +94,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def pickled(value: Any, argument: str) -> bytes:
-    """The user's function or class, pickled by value if tasks cannot import its module.
-
-    Raises:
-        FitError: cloudpickle cannot pickle it, for example because it refers to an open file.
-    """
+    """The user's function or class, pickled by value if tasks cannot import its module."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     try:
         with _by_value(module):
@@ -155,7 +147,7 @@ def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]
 
 
 def unpickled(custom: dict[str, bytes]) -> dict[str, Any]:
-    """What `custom_objects` has pickled."""
+    """The objects that `custom_objects` has pickled."""
     return {name: cloudpickle.loads(data) for name, data in custom.items()}
 
 

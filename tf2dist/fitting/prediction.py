@@ -132,11 +132,7 @@ def predict(
 def configuration(
     cluster: Local | None, run_dir: Any, options: Mapping[str, Any] | Sequence[str] | None
 ) -> tuple[RunConfig, Place]:
-    """The options of the prediction, and the place of this process among the workers.
-
-    Raises:
-        RequestError: an argument, an option or TF_CONFIG is wrong.
-    """
+    """The options of the prediction, and the place of this process among the workers."""
     overrides = refusals.overrides_of(options)
     for override in overrides:
         name = override.partition("=")[0]
@@ -160,11 +156,7 @@ def configuration(
 
 
 def local_model(model: Any) -> keras.Model:
-    """The model in this process.
-
-    Raises:
-        FitError: it is none, or has no weights.
-    """
+    """The model in this process."""
     if not isinstance(model, keras.Model) and callable(model):
         model = model()
     if not isinstance(model, keras.Model):
@@ -178,11 +170,7 @@ def local_model(model: Any) -> keras.Model:
 
 
 def outputs_of(model: keras.Model, name: str, examples: Arrays) -> Any:
-    """The dtypes of the model's outputs, in their structure.
-
-    Raises:
-        FitError: the model does not take the examples, or its predictions cannot be computed apart and joined.
-    """
+    """The dtypes of the model's outputs, in their structure."""
     changed: set[int] = set()
     outputs: list[Any] = []
 
@@ -223,11 +211,7 @@ def _dtype_of(output: Any, name: str) -> np.dtype[Any]:
 
 
 def resume_or_create(run_dir: Path, identity: dict[str, Any], examples: Arrays, place: Place) -> Ranges:
-    """The ranges of a prediction that the directory holds, or of a new one, which the leader writes down.
-
-    Raises:
-        FitError: the directory is that of something else.
-    """
+    """The ranges of a prediction that the directory holds, or of a new one, which the leader writes down."""
     path = run_dir / DESCRIPTION
     try:
         found = json.loads(path.read_bytes())
@@ -251,7 +235,7 @@ def resume_or_create(run_dir: Path, identity: dict[str, Any], examples: Arrays, 
 
 
 def digest_of_model(model: keras.Model, job: Path) -> str:
-    """Of the model's weights and, if Keras has saved it in the job's folder, of its configuration."""
+    """A hash of the model's weights and, if Keras has saved it in the job's folder, of its configuration."""
     config = {}
     if (job / shipping.MODEL).exists():  # not of a function that builds it
         config = json.loads((job / shipping.MODEL / "config.json").read_bytes())
@@ -267,7 +251,7 @@ def digest_of_model(model: keras.Model, job: Path) -> str:
 
 
 def digest_of_examples(examples: Arrays) -> str:
-    """Of their number, types and shapes, and of some of them."""
+    """A hash of their number, types and shapes, and of some of them."""
     digest = hashlib.sha256(str(examples).encode())
     chosen = np.linspace(0, len(examples) - 1, min(SAMPLE, len(examples))).astype(np.int64)
     for leaf in examples.take(chosen):

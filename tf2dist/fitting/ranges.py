@@ -102,12 +102,7 @@ class Ranges:
         return self.run_dir / "predictions"
 
     def join(self) -> list[np.ndarray]:
-        """The outputs of all examples, in their order, mapped from files; what is written into them stays in memory.
-
-        Raises:
-            TrainingError: the file of a range is missing or damaged, or the disk is full.
-            ConfigError: the outputs of two ranges differ in their shapes.
-        """
+        """The outputs of all examples, in their order, mapped from files; what is written into them stays in memory."""
         if not self.joined.is_dir():
             with raising(f"{self.joined}: cannot be written", "make room", TrainingError):
                 self._write_joined()
@@ -167,11 +162,7 @@ class RangeCallback(keras.callbacks.Callback):
 def predict_ranges(
     config: RunConfig, cluster: Cluster, task: Task, source: ShippedSource, run_dir: Path, to_launcher: ToLauncher
 ) -> None:
-    """Predicts ranges until all are done; the leader reports the progress of all.
-
-    Raises:
-        ConfigError: an output has not one row for each example.
-    """
+    """Predicts ranges until all are done; the leader reports the progress of all."""
     devices.configure(config.devices, cluster, task)
     if advice := devices.advice_on_gpus(cluster, task):
         to_launcher.note(advice)

@@ -1,4 +1,4 @@
-"""What `fit` refuses before anything is started, each with the name of the argument and a way out."""
+"""Refusals of `fit` before anything is started, each with the name of the argument and a way out."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,11 +44,7 @@ def check_mode(mode: Any) -> str:
 
 
 def check_numbers(**values: Any) -> None:
-    """Refuses values that are neither whole numbers of at least 1 nor None.
-
-    Raises:
-        FitError: naming the first.
-    """
+    """Refuses values that are neither whole numbers of at least 1 nor None."""
     for name, value in values.items():
         # Python's bool is an int, and True for a number is a mistake.
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -61,9 +57,6 @@ def check_data(x: Any, name: str, ways: str = "arrays") -> None:
     Args:
         name: of the argument.
         ways: what can be given instead.
-
-    Raises:
-        FitError: naming the argument.
     """
     # By the names of the classes, so that PyTorch, whose loaders Keras takes too, need not be installed.
     kinds = [kind.__name__ for kind in type(x).__mro__ if kind is not object]
@@ -95,21 +88,13 @@ def check_stream(arguments: Any) -> None:
 
 
 def check_mode_of_stream(mode: str) -> None:
-    """Refuses `data=load` where the workers' positions in their streams would not be known after a resume.
-
-    Raises:
-        FitError: naming the mode.
-    """
+    """Refuses `data=load` where the workers' positions in their streams would not be known after a resume."""
     if mode == "sync_replicas":
         raise FitError("data: mode='sync_replicas' trains on arrays; give x and y, or use mode='async' or 'sync'")
 
 
 def check_model(name: str, model: keras.Model, mode: str) -> None:
-    """Refuses a compiled model that the tasks cannot train as Keras would.
-
-    Raises:
-        FitError: naming the model and the reason.
-    """
+    """Refuses a compiled model that the tasks cannot train as Keras would."""
     support.check_model(support.BUILT, name, model)
     if model.optimizer is None:
         raise FitError(f"model ({name}): is compiled without an optimizer; give one to model.compile")
@@ -123,9 +108,6 @@ def check_memory(name: str, variables: Sequence[keras.Variable]) -> None:
 
     Args:
         variables: of the model and its optimizer, which are there.
-
-    Raises:
-        FitError: says what they need.
     """
     size = sum(int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables)
     if (needed := COPIES * size) > (free := free_memory()):
@@ -136,11 +118,7 @@ def check_memory(name: str, variables: Sequence[keras.Variable]) -> None:
 
 
 def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """The callbacks as a list.
-
-    Raises:
-        FitError: one of them needs something that a cluster cannot do for it.
-    """
+    """The callbacks as a list."""
     # Keras takes nested lists, single callbacks and its own CallbackList.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
@@ -175,11 +153,7 @@ def is_own_hook(callback: keras.callbacks.Callback, name: str) -> bool:
 
 
 def check_validation_freq(freq: Any) -> int | tuple[int, ...]:
-    """The number of epochs between validations, or the epochs with one, counted from 1.
-
-    Raises:
-        FitError: it is something else.
-    """
+    """The number of epochs between validations, or the epochs with one, counted from 1."""
     if isinstance(freq, list | tuple | set | range) and all(isinstance(epoch, int) for epoch in freq):
         return tuple(sorted(freq))
     check_numbers(validation_freq=freq)
@@ -189,11 +163,7 @@ def check_validation_freq(freq: Any) -> int | tuple[int, ...]:
 
 
 def check_shuffle(shuffle: Any) -> bool:
-    """Whether examples are shuffled.
-
-    Raises:
-        FitError: it is neither a bool nor "batch".
-    """
+    """Whether examples are shuffled."""
     # It shuffles only within batches, and the sum over a batch does not depend on their order.
     if shuffle == "batch":
         return False
@@ -203,22 +173,14 @@ def check_shuffle(shuffle: Any) -> bool:
 
 
 def check_verbose(verbose: Any) -> int:
-    """The level 0, 1 or 2; "auto" is 1.
-
-    Raises:
-        FitError: it is none of these.
-    """
+    """The level 0, 1 or 2; "auto" is 1."""
     if verbose not in ("auto", 0, 1, 2):
         raise FitError(f"verbose ({verbose}): must be 'auto', 0 (silent), 1 (progress) or 2 (a line an epoch)")
     return 1 if verbose == "auto" else int(verbose)
 
 
 def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]:
-    """The options as on the command line, such as "train.steps_per_execution=10".
-
-    Raises:
-        FitError: one of them is an argument of `fit`, or has a meaning only on the command line.
-    """
+    """The options as on the command line, such as "train.steps_per_execution=10"."""
     # A string is a sequence too, of letters.
     if isinstance(options, str):
         raise FitError(f"options ({options}): must be a list or a dict, such as {{'checkpoint.every_secs': 60}}")

@@ -154,11 +154,7 @@ def leave_gpus_to_tasks() -> None:
 
 
 def training_set(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Arrays:
-    """The training set.
-
-    Raises:
-        FitError: see `inputs`; or the data come batch by batch.
-    """
+    """The training set."""
     refusals.check_data(x, "x", "data=load, a function that makes the dataset of each worker, or arrays")
     return inputs.training_examples(x, y, sample_weight, class_weight)
 
@@ -170,9 +166,6 @@ def validation_set(
 
     Args:
         has_class_weight: whether the weights of the training set are those of classes, which a validation leaves out.
-
-    Raises:
-        FitError: see `inputs`; or the two sets are of different types or shapes.
     """
     # As in Keras, validation_data takes precedence over validation_split.
     if validation_data is None:
@@ -201,9 +194,6 @@ def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
 
     Args:
         layout: of the training set.
-
-    Raises:
-        FitError: see `validation_set`.
     """
     ways = "validation_data=load, a function that makes the dataset of each worker, or arrays"
     refusals.check_data(validation_data, "validation_data", ways)
@@ -235,10 +225,6 @@ def validation_stream(layout: Layout, load: Load, plan: EpochPlan, shard: Shard)
     Args:
         layout: of the training set.
         shard: the first one.
-
-    Raises:
-        DataError: it cannot be made.
-        FitError: it has no end, or another layout.
     """
     if plan.validation_steps is not None:
         raise FitError(
@@ -253,11 +239,7 @@ def validation_stream(layout: Layout, load: Load, plan: EpochPlan, shard: Shard)
 
 
 def steps_of(stream: Stream, config: RunConfig) -> int | None:
-    """The global steps of an epoch over streams, which is one pass over all of them; None: the data end it.
-
-    Raises:
-        FitError: they have no end, or no batch, or their workers do not tell each other in each step where they end.
-    """
+    """The global steps of an epoch over streams, which is one pass over all of them; None: the data end it."""
     numbers = stream.num_batches()
     if tf.data.INFINITE_CARDINALITY in numbers:
         shown = stream.shown(numbers.index(tf.data.INFINITE_CARDINALITY))
@@ -277,11 +259,7 @@ def steps_of(stream: Stream, config: RunConfig) -> int | None:
 def configuration(
     mode: str, cluster: Local | None, run_dir: Any, seed: int, overrides: list[str]
 ) -> tuple[RunConfig, Place]:
-    """The options of the run, and the place of this process in the cluster.
-
-    Raises:
-        RequestError: an argument, an option or TF_CONFIG is wrong.
-    """
+    """The options of the run, and the place of this process in the cluster."""
     if cluster is not None and not isinstance(cluster, Local):
         raise FitError(f"cluster: is {kind_of(cluster)}; give tf2dist.Local(workers=3, ps=1), or set TF_CONFIG")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -307,11 +285,7 @@ def configuration(
 
 
 def check_share(num_examples: int, num_workers: int) -> None:
-    """Makes sure that every worker has an example.
-
-    Raises:
-        FitError: there are fewer examples than workers.
-    """
+    """Makes sure that every worker has an example."""
     if num_examples < num_workers:
         raise FitError(f"x: has {num_examples} examples to train on, for {num_workers} workers; use fewer workers")
 
@@ -327,9 +301,6 @@ def set_model_options(config: RunConfig, model: keras.Model, name: str, data: st
 
     Args:
         data: "arrays" or "stream".
-
-    Raises:
-        FitError: the tasks cannot train with these settings of Keras.
     """
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy().name
     if floatx != "float32":

@@ -94,14 +94,11 @@ class FitSession(Generic[T]):
     def follow(self, run: Callable[[StopRequest], T], console: Console) -> T:
         """Calls `run` in another thread and the callbacks in this one, until the run has ended.
 
+        A signal, or an error of a callback, is raised after the run has saved and ended.
+
         Args:
             run: gets the object by which this thread asks it to stop.
             console: gets a line for each epoch.
-
-        Raises:
-            KeyboardInterrupt: of Ctrl-C, after the run has saved and ended; says where.
-            SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
-            Exception: what a callback has raised, after the run has saved and ended; or what `run` has raised.
         """
         self._console = console
         # It must outlive the tasks: a death signal is tied to the thread that started a process, not to its process.

@@ -49,11 +49,7 @@ is_task = False  # whether this process is a task that has read a job
 
 
 def check_caller(call: str) -> None:
-    """Refuses a call of `fit` or `predict` in a task.
-
-    Raises:
-        FitError: this process is one.
-    """
+    """Refuses a call of `fit` or `predict` in a task."""
     # A task imports the module of the model. If that module makes the call itself, each task would start a cluster.
     if is_task:
         raise FitError(
@@ -72,10 +68,6 @@ def ship(
         model: a model, compiled if it is to be trained, or a function without arguments that returns one.
         plan: None for a prediction.
         tables: for a prediction, in the folder `TABLES` of this one.
-
-    Raises:
-        FitError: the model cannot be sent.
-        TrainingError: the files cannot be written.
     """
     copy = None
     with raising(
@@ -192,7 +184,7 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
 
 
 def _optimizer_state(model: keras.Model) -> list[list[Any]]:
-    """What the optimizers of a model hold that have trained it, in an order of their own."""
+    """The state of the optimizers that have trained a model, in an order of their own."""
     trained = [optimizer for optimizer in optimizers_of(model) if int(optimizer.iterations.numpy())]
     return sorted([np.array(variable.value).tolist() for variable in one.variables] for one in trained)
 
@@ -246,9 +238,6 @@ class ShippedSource:
 
     Args:
         folder: that of the job.
-
-    Raises:
-        TrainingError: other users can write in the folder, or a file is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -266,11 +255,7 @@ class ShippedSource:
         self.plan: EpochPlan | None = EpochPlan(**plan) if plan else None
 
     def load(self) -> Splits:
-        """The data: arrays mapped from files, in memory that all tasks of this host share, or streams.
-
-        Raises:
-            DataError: the function that makes a stream has failed.
-        """
+        """The data: arrays mapped from files, in memory that all tasks of this host share, or streams."""
         with _reading_job(self._folder):
             train, validation = (self._arrays(split) for split in ("train", "validation"))
         stream, validation_stream = self._stream("stream"), self._stream("validation_stream")
@@ -288,11 +273,7 @@ class ShippedSource:
         return inputs.load(self._job[split]) if self._job[split] else None
 
     def build(self, splits: Splits) -> keras.Model:
-        """Builds a new model at each call, compiled if it is to be trained.
-
-        Raises:
-            FitError: the user's function returns no compiled model.
-        """
+        """Builds a new model at each call, compiled if it is to be trained."""
         sent = self._job["model"]
         if "keras" in sent and self.plan:
             return load_sent_model(self._folder)
@@ -313,9 +294,6 @@ def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> kera
 
     Args:
         layout: of the data, for a model that creates its variables when it is first called.
-
-    Raises:
-        FitError: the function does not return a compiled model.
     """
     # Keras numbers layers by what the process has made before, and checkpoints know variables by these names.
     with fresh_names():
@@ -332,11 +310,7 @@ def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> kera
 
 
 def check_private(folder: Path) -> None:
-    """Refuses a job that another user could have written.
-
-    Raises:
-        TrainingError: it belongs to another user, or others can write in it.
-    """
+    """Refuses a job that another user could have written."""
     # `lstat`, since a link could be pointed at another folder after this check.
     status = folder.lstat()
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
