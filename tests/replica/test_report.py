@@ -24,7 +24,7 @@ from tf2dist.messages import ProgressMessage as Shown
 from tf2dist.model.evaluation import Evaluation
 from tf2dist.training.loop import Progress
 from tf2dist.training.report import Reporter
-from tf2dist.training.writers import About, TensorBoardWriter
+from tf2dist.training.writers import RunDescription, TensorBoardWriter
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "cosine"])
@@ -69,7 +69,9 @@ def test_tensorboard_shows_more_than_the_loss(
 
 def test_the_splits_share_a_chart_of_tensorboard(tmp_path: Path) -> None:
     """Read as TensorBoard's own pages read it, of a folder with this run: a chart has the name of a tag."""
-    with contextlib.closing(TensorBoardWriter(tmp_path / "a/tensorboard", About("a model", {"seed": 1}))) as writer:
+    with contextlib.closing(
+        TensorBoardWriter(tmp_path / "a/tensorboard", RunDescription("a model", {"seed": 1}))
+    ) as writer:
         writer.write(1, {"accuracy": 0.5, "steps_per_sec": 9.0, "f1": 0.1, "test": 0.3})
         writer.write(2, {"validation_accuracy": 0.75, "training_secs": 0.5, "staleness": np.array([3, 1])})
         writer.write(3, {"test_accuracy": 0.875})

@@ -19,7 +19,7 @@ from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.metrics import Metrics, Results
 from tf2dist.tf_internals import counter_of, inner_optimizers, learning_rate_of
 from tf2dist.training.loop import Loop, Progress
-from tf2dist.training.writers import About, JsonlWriter, PatientWriter, TensorBoardWriter, Values
+from tf2dist.training.writers import JsonlWriter, PatientWriter, RunDescription, TensorBoardWriter, Values
 
 WRITE_EVERY_SECS = 1.0  # into the files
 SEND_EVERY_SECS = 0.1  # to the launcher's display
@@ -188,14 +188,14 @@ class Reporter(NoReporter):
         self._shown: _Recent  # set by `follow`, as is the next one
         self._filed: _Recent
         self._rates: LearningRates | None = None
-        self._about: About | None = None
+        self._description: RunDescription | None = None
         # Of two that write into one folder TensorBoard would read only one.
         folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
         # Told by the clock of the host, which may be set during the run, and counted by one that never goes back.
         began_at = time.monotonic() - (time.time() - started_at)
         makes = (
             lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task), began_at),
-            lambda: TensorBoardWriter(folder, self._about),
+            lambda: TensorBoardWriter(folder, self._description),
         )
         self._writers = [PatientWriter(make, to_launcher.warn) for make in makes]
         self._first_at: float | None = None  # the time of the first report, at which the start-up ends
@@ -213,7 +213,7 @@ class Reporter(NoReporter):
         self._rates = LearningRates(loop.optimizer, loop.earlier_updates)
         # The display and the files are served at different times, so each has its own last reading.
         self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
-        self._about = About(summary_of(loop.model), hparams_of(loop.config))
+        self._description = RunDescription(summary_of(loop.model), hparams_of(loop.config))
 
     def set_target(self, step: int, ended_by: str = "") -> None:
         if ended_by:

@@ -31,7 +31,7 @@ Values = Mapping[str, float | np.ndarray]  # an array counts how often 0, 1, 2, 
 
 
 @dataclass(frozen=True)
-class About:
+class RunDescription:
     """A run as TensorBoard shows it beside its curves: its model as text, and its options by their dotted names."""
 
     model: str
@@ -78,17 +78,17 @@ class TensorBoardWriter:
 
     Args:
         folder: has the options and the model; its subfolders train, validation and test have the curves.
-        about: written before the curves; None to leave it out.
+        description: written before the curves; None to leave it out.
     """
 
-    def __init__(self, folder: Path, about: About | None) -> None:
+    def __init__(self, folder: Path, description: RunDescription | None) -> None:
         self._folder, self._open = folder, contextlib.ExitStack()
         self._writers: dict[str, Any] = {}  # by subfolder
-        if about:
+        if description:
             from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-            self._add("", hparams_pb(about.hparams), step=0)
-            self._add("", _text("model", about.model), step=0)
+            self._add("", hparams_pb(description.hparams), step=0)
+            self._add("", _text("model", description.model), step=0)
 
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
