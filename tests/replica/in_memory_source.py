@@ -8,7 +8,7 @@ import numpy as np
 
 from tf2dist.data.splits import Splits, checked
 from tf2dist.model.source import EpochPlan
-from tf2dist.training.hooks import Change, NamedArrays
+from tf2dist.training.hooks import CallbackEffects, NamedArrays
 
 
 @dataclass
@@ -31,7 +31,8 @@ class InMemorySource:
 class RecordingHooks:
     """Hooks that record their calls, and return the answers that a test has chosen."""
 
-    answers: dict[tuple[str, int], Change] = field(default_factory=dict)  # by the kind of the call and its epoch
+    # By the kind of the call and its epoch.
+    answers: dict[tuple[str, int], CallbackEffects] = field(default_factory=dict)
     calls: list[tuple[str, int, int, dict[str, float]]] = field(default_factory=list)
     arrays: NamedArrays = field(default_factory=dict)
 
@@ -51,9 +52,9 @@ class RecordingHooks:
         self.calls.append((kind, epoch, step, logs))
         self.arrays = arrays()
 
-    def answer(self, timeout_secs: float) -> Change | None:
+    def answer(self, timeout_secs: float) -> CallbackEffects | None:
         kind, epoch, *_ = self.calls[-1]
-        return self.answers.get((kind, epoch), Change())
+        return self.answers.get((kind, epoch), CallbackEffects())
 
     def history(self) -> dict[str, list[float]]:
         """The metrics in the form of `keras.callbacks.History.history`."""

@@ -20,7 +20,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.model import packing
 from tf2dist.testing import SyncWorker
-from tf2dist.training.hooks import Change
+from tf2dist.training.hooks import CallbackEffects
 from tf2dist.training.loop import PauseRequest
 
 layers = keras.layers
@@ -129,7 +129,7 @@ def of_model(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def change(loop: Any) -> None:
     """Changes a variable between two rounds, as a callback may do."""
     name = list(of_model(loop.arrays()))[CHANGED]
-    loop.apply(Change(arrays={name: loop.arrays()[name] + 0.5}))
+    loop.apply(CallbackEffects(arrays={name: loop.arrays()[name] + 0.5}))
 
 
 def trained(worker: SyncWorker, config: RunConfig, pauses: tuple[int, ...], given: InMemorySource | None = None) -> Any:

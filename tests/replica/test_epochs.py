@@ -22,7 +22,7 @@ from tf2dist.errors import NotFiniteError
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.driver import Driver, Epochs
-from tf2dist.training.hooks import Change
+from tf2dist.training.hooks import CallbackEffects
 from tf2dist.training.report import NoReporter
 
 EPOCHS, BATCH = 3, 30
@@ -269,7 +269,7 @@ def test_no_epoch_begins_in_a_resumed_run_that_a_callback_had_ended(
 ) -> None:
     source, config, saver = trained_before(tmp_path), config_of(BATCH), Keeping()
     publishing(source.load())
-    hooks = RecordingHooks({("epoch", 0): Change(stop=True)})
+    hooks = RecordingHooks({("epoch", 0): CallbackEffects(stop=True)})
     drive(async_loop(config, 1, 1, source=source), source, hooks, saver)
     again = RecordingHooks()
     drive(async_loop(config, 1, 1, source=source, start=saver.kept), source, again)
@@ -310,10 +310,10 @@ class Pausing(RecordingHooks):
         return self.calls[-1][0] == "begin"
 
 
-def drive_with_a_pause(worker: SyncWorker, end: Change) -> list[tuple[Any, ...]]:
+def drive_with_a_pause(worker: SyncWorker, end: CallbackEffects) -> list[tuple[Any, ...]]:
     """The calls of a callback that ends the first epoch at a pause, and answers `end` at the end of that epoch."""
     source, config = source_of("regression"), config_of(BATCH)
-    hooks = Pausing({("pause", 0): Change(stop=True), ("epoch", 0): end})
+    hooks = Pausing({("pause", 0): CallbackEffects(stop=True), ("epoch", 0): end})
     loop = sync_loop(worker, config, source)
     drive(loop, source, hooks)
     return [(kind, epoch, step, sorted(logs)) for kind, epoch, step, logs in hooks.calls]
@@ -324,7 +324,7 @@ def test_an_epoch_that_a_callback_ends_is_validated_and_its_end_is_called(
     stops: bool, sync_workers: SyncWorkers
 ) -> None:
     """As in Keras; if the callback then takes `stop_training` back, the next epoch follows."""
-    (calls,) = sync_workers(drive_with_a_pause, num_workers=1, args=(Change(stop=stops),))
+    (calls,) = sync_workers(drive_with_a_pause, num_workers=1, args=(CallbackEffects(stop=stops),))
     logs = ["loss", "mae", "r2_score", "val_loss", "val_mae", "val_r2_score"]
     step = calls[1][2]
     assert 0 < step < 10

@@ -24,7 +24,7 @@ from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLaunche
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.inbox import Inbox
 from tf2dist.tf_internals import fresh_names, inner_optimizers, learning_rate_of, seeds_of
-from tf2dist.training.hooks import Change, LauncherHooks
+from tf2dist.training.hooks import CallbackEffects, LauncherHooks
 
 
 class Leader:
@@ -52,7 +52,7 @@ class Leader:
         else:
             self.inbox.pause_wanted.set()
 
-    def call(self, kind: str, epoch: int, step: int, **logs: Any) -> Change:
+    def call(self, kind: str, epoch: int, step: int, **logs: Any) -> CallbackEffects:
         self.hooks.post(kind, epoch, step, logs, (0.5,), lambda: self.arrays, self.state)
         change = self.hooks.answer(30.0)
         assert change is not None
@@ -69,7 +69,7 @@ class Zeroing(keras.callbacks.Callback):
 
 
 def test_only_changes_by_callbacks_are_sent_back(tmp_path: Path) -> None:
-    def script(leader: Leader) -> list[Change]:
+    def script(leader: Leader) -> list[CallbackEffects]:
         return [leader.call("begin", 0, 0), leader.call("epoch", 0, 10, loss=1.0, several=[1.0, 2.0])]
 
     leader = Leader(tmp_path, [Zeroing()])
@@ -179,7 +179,7 @@ def test_callbacks_are_reset_when_all_tasks_start_again(tmp_path: Path) -> None:
 
 
 def test_an_answer_to_an_earlier_leader_is_ignored(tmp_path: Path) -> None:
-    def script(leader: Leader) -> Change:
+    def script(leader: Leader) -> CallbackEffects:
         leader.inbox.answers.put(HookAnswer(1, True, (), "", ""))
         return leader.call("begin", 0, 0)
 
@@ -281,7 +281,7 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
 
     sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def script(leader: Leader) -> Change:
+    def script(leader: Leader) -> CallbackEffects:
         leader.call("begin", 0, 0)
         for step in (3, 4):
             leader.session.on_message(ProgressMessage(step, 20, {"loss": 1.0}, task="chief-0"))

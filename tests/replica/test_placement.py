@@ -25,7 +25,7 @@ from tf2dist.model.features import ELEMENTWISE
 from tf2dist.model.shards import all_parts, joined, parts_of
 from tf2dist.process import placement
 from tf2dist.tf_internals import fresh_names
-from tf2dist.training.hooks import Change
+from tf2dist.training.hooks import CallbackEffects
 
 MakeLoop = Callable[..., Any]
 STATE = ("model/", "optimizer/")
@@ -180,7 +180,7 @@ def test_sync_replicas_with_cut_variables(replicas_loop: MakeLoop) -> None:
         config.mode, config.optimizer["use_ema"] = "sync_replicas", True
         loop = replicas_loop(config, num_workers=1, num_ps=3)
         loop.train(5)
-        loop.apply(Change(arrays={"model/hidden1/kernel": np.full([784, 30], 0.01, np.float32)}))
+        loop.apply(CallbackEffects(arrays={"model/hidden1/kernel": np.full([784, 30], 0.01, np.float32)}))
         changed = taken(loop)
         loop.train(10)
         trained = loop.arrays()

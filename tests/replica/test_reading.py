@@ -9,7 +9,7 @@ import pytest
 
 from tests.replica.test_placement import placed
 from tf2dist.errors import NotFiniteError
-from tf2dist.training.hooks import Change
+from tf2dist.training.hooks import CallbackEffects
 from tf2dist.training.parameter_server import reading
 
 MakeLoop = Callable[..., Any]
@@ -48,7 +48,7 @@ def test_a_frozen_run_is_fetched_while_the_training_goes_on(
 def test_a_frozen_run_that_is_not_finite(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_PACKED_BYTES", 100)
     loop = async_loop(placed("round_robin"))
-    loop.apply(Change(arrays={"model/hidden1/kernel": np.full([784, 30], np.nan, np.float32)}))
+    loop.apply(CallbackEffects(arrays={"model/hidden1/kernel": np.full([784, 30], np.nan, np.float32)}))
     frozen = loop.freeze()
     with pytest.raises(NotFiniteError, match="model/hidden1/kernel is not finite any more"):
         frozen()

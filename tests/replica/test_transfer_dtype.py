@@ -14,7 +14,7 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import RunConfig
 from tf2dist.model import packing
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.training.hooks import Change
+from tf2dist.training.hooks import CallbackEffects
 
 MakeLoop = Callable[..., Any]
 KERNEL, BIAS = "model/logits/kernel", "model/logits/bias"
@@ -37,7 +37,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def after_a_step(loop: Any, kernel: np.ndarray | float) -> dict[str, np.ndarray]:
     """The weights after a step from this kernel."""
-    loop.apply(Change(arrays={KERNEL: np.broadcast_to(np.float32(kernel), [784, 10]).copy()}))
+    loop.apply(CallbackEffects(arrays={KERNEL: np.broadcast_to(np.float32(kernel), [784, 10]).copy()}))
     loop.train(loop.progress.global_step + 1)
     found: dict[str, np.ndarray] = loop.arrays()
     return found

@@ -24,7 +24,7 @@ from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.refusals import is_own_hook
 from tf2dist.model.own_step import has_own_step
 from tf2dist.model.source import EpochPlan
-from tf2dist.training.hooks import Change, NamedArrays
+from tf2dist.training.hooks import CallbackEffects, NamedArrays
 
 TEXT = "callbacks"  # the name of the array that holds everything but the arrays, as JSON in UTF-8
 NUMBERS = "biufc"
@@ -274,7 +274,7 @@ class Callbacks:
 
     def begin(
         self, epoch: int, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int, state: NamedArrays
-    ) -> Change:
+    ) -> CallbackEffects:
         """Calls the hooks before the first step; called again whenever all tasks were started again.
 
         Args:
@@ -297,11 +297,11 @@ class Callbacks:
             self.is_over = False
         restore(self._list.callbacks, state)
         self._begin_epoch(epoch)
-        return self._change()
+        return self._effects()
 
     def after_epoch(
         self, epoch: int, logs: Logs, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int
-    ) -> Change:
+    ) -> CallbackEffects:
         """Calls the hooks after an epoch and its validation, and those that begin the next epoch, if there is one."""
         self._mirror.put(arrays, learning_rates, step)
         self._epoch, self._step, self._logs = epoch, step, dict(logs)
@@ -324,13 +324,13 @@ class Callbacks:
         stop = self.wants_to_stop
         if not stop:
             self._begin_epoch(epoch + 1)
-        return self._change(stop)
+        return self._effects(stop)
 
-    def pause(self, logs: Logs, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> Change:
+    def pause(self, logs: Logs, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> CallbackEffects:
         """Calls the batch hooks while the cluster pauses at one exact step."""
         self._mirror.put(arrays, learning_rates, step)
         self.call_batch_hooks(step, logs)
-        return self._change(self.wants_to_stop)
+        return self._effects(self.wants_to_stop)
 
     def on_progress(self, step: int, logs: Logs) -> None:
         """Calls the batch hooks if a step was taken since any hooks were called, and the training has not ended."""
@@ -363,11 +363,11 @@ class Callbacks:
         self._list.on_epoch_end(self._epoch, self._logs)
         self.end()
 
-    def after_last_step(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> Change:
+    def after_last_step(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> CallbackEffects:
         """Calls `on_train_end`, with the weights that the cluster evaluates next."""
         self._mirror.put(arrays, learning_rates, step)
         self.end()
-        return self._change()
+        return self._effects()
 
     def end(self) -> None:
         """Calls `on_train_end` if the training has begun and has not ended yet."""
@@ -381,11 +381,11 @@ class Callbacks:
             self._epoch = epoch
             self._list.on_epoch_begin(epoch)
 
-    def _change(self, stop: bool = False) -> Change:
+    def _effects(self, stop: bool = False) -> CallbackEffects:
         """Changes that callbacks have made since the cluster's variables were copied into the mirror."""
         arrays, rates = self._mirror.changes()
         state = changes_since(self._at_begin or {}, state_of(self._list.callbacks))
-        return Change(stop, learning_rates=rates, arrays=arrays, state=state)
+        return CallbackEffects(stop, learning_rates=rates, arrays=arrays, state=state)
 
 
 def _has_batch_hook(callback: keras.callbacks.Callback) -> bool:

@@ -19,7 +19,7 @@ from tf2dist.launch.console import Console
 from tf2dist.launch.host_run import Send, SessionMessage
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 from tf2dist.signals import StopRequest, sigterm_raises
-from tf2dist.training.hooks import Change, NamedArrays, take_arrays, write_arrays
+from tf2dist.training.hooks import CallbackEffects, NamedArrays, take_arrays, write_arrays
 
 T = TypeVar("T")
 # Waits in the caller's thread have this limit: a signal is handled between two of Python's instructions, and one that
@@ -175,36 +175,36 @@ class FitSession(Generic[T]):
         put = arrays, call.learning_rates, call.step
         match call.kind:
             case "begin":
-                change = callbacks.begin(call.epoch, *put, state)
+                effects = callbacks.begin(call.epoch, *put, state)
             case "epoch":
-                change = callbacks.after_epoch(call.epoch, logs, *put)
+                effects = callbacks.after_epoch(call.epoch, logs, *put)
             case "not finite":
                 callbacks.note_not_finite(logs)
                 return
             case "pause":
-                change = callbacks.pause(self._metrics, *put)
+                effects = callbacks.pause(self._metrics, *put)
             case _:
-                change = callbacks.after_last_step(*put)
-        if change.stop and call.epoch + 1 < self._num_epochs:
+                effects = callbacks.after_last_step(*put)
+        if effects.stop and call.epoch + 1 < self._num_epochs:
             self._end = f"{callbacks.ended_by()} ended the run in epoch {call.epoch + 1} of {self._num_epochs}"
-        self._send(self._packed(call.number, change))
+        self._send(self._packed(call.number, effects))
         # Set by `on_epoch_begin`: Keras then takes one more step before it ends the epoch, so the stop comes with a
         # pause, which the leader grants after a step at the earliest.
-        if callbacks.wants_to_stop and not change.stop and call.kind != "end":
+        if callbacks.wants_to_stop and not effects.stop and call.kind != "end":
             self._request_pause()
 
     def _read(self, path: str) -> NamedArrays:
         with raising(f"{path}: the leader's variables cannot be read", kind=TrainingError, also=(ValueError,)):
             return take_arrays(path) if path else {}
 
-    def _packed(self, number: int, change: Change) -> HookAnswer:
+    def _packed(self, number: int, effects: CallbackEffects) -> HookAnswer:
         # Arrays go by file, since a packet to a task holds 128 KiB. The leader removes the files when it has read them.
         with raising(f"{self.job}: the answer of the callbacks cannot be written", "make room", TrainingError):
             files = [
                 write_arrays(self.job / f"answer-{number}-{name}.npz", arrays) if arrays else ""
-                for name, arrays in (("arrays", change.arrays), ("state", change.state))
+                for name, arrays in (("arrays", effects.arrays), ("state", effects.state))
             ]
-        return HookAnswer(number, change.stop, change.learning_rates, *files)
+        return HookAnswer(number, effects.stop, effects.learning_rates, *files)
 
     def _on_progress(self, progress: ProgressMessage, callbacks: Callbacks) -> None:
         self.step, self._metrics = progress.step, progress.metrics

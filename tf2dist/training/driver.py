@@ -20,7 +20,7 @@ from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.source import EpochPlan
 from tf2dist.process import heartbeat
 from tf2dist.process.inbox import asked_to_stop
-from tf2dist.training.hooks import Change, Hooks, NamedArrays
+from tf2dist.training.hooks import CallbackEffects, Hooks, NamedArrays
 from tf2dist.training.loop import Loop, PauseRequest, WorkersAway
 from tf2dist.training.report import LearningRates, NoReporter
 from tf2dist.training.setup import EPOCH_ARRAY, EpochPosition
@@ -308,7 +308,7 @@ class Epochs(Length):
 
     def begin(self) -> None:
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
-        self._apply(Change(learning_rates=self._state.learning_rates))
+        self._apply(CallbackEffects(learning_rates=self._state.learning_rates))
         self._note_end(self._call("begin", {}))
 
     def next_stop(self, step: int) -> int | None:
@@ -372,10 +372,10 @@ class Epochs(Length):
                 "were left out; give all workers equally many"
             )
 
-    def _note_end(self, change: Change) -> None:
-        self._state.has_stopped = self._state.has_stopped or change.stop
+    def _note_end(self, effects: CallbackEffects) -> None:
+        self._state.has_stopped = self._state.has_stopped or effects.stop
 
-    def _call(self, kind: str, logs: dict[str, float]) -> Change:
+    def _call(self, kind: str, logs: dict[str, float]) -> CallbackEffects:
         """Calls the callbacks and carries out what they want, on all tasks at the same step."""
         loop, step = self._loop, self._loop.progress.global_step
         # A resumed run that a callback had ended has no epoch any more that could begin.
@@ -386,36 +386,36 @@ class Epochs(Length):
             return loop.arrays() | loop.random_states()
 
         self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
-        change = self._answer()
-        if change.is_interrupted:
+        effects = self._answer()
+        if effects.is_interrupted:
             self._driver.stop()
-        self._apply(change)
-        if change.state is not None:
-            self._state.callbacks = change.state
-        return change
+        self._apply(effects)
+        if effects.state is not None:
+            self._state.callbacks = effects.state
+        return effects
 
-    def _apply(self, change: Change) -> None:
-        self._loop.apply(change)
-        if change.learning_rates:
-            self._state.learning_rates = change.learning_rates
+    def _apply(self, effects: CallbackEffects) -> None:
+        self._loop.apply(effects)
+        if effects.learning_rates:
+            self._state.learning_rates = effects.learning_rates
             # The object made before has read the rates once and for all.
             self._rates = LearningRates(self._loop.optimizer, self._loop.earlier_updates)
             self._driver.reporter.set_learning_rates(self._rates)
 
-    def _answer(self) -> Change:
+    def _answer(self) -> CallbackEffects:
         """What the leader's callbacks want; waits for it on all tasks."""
         while True:
             answer = self._hooks.answer(ANSWER_SECS)
             # A callback may run for hours, but a stop has seconds. The leader alone decides: if each task looked at its
             # own signal, some would leave this loop while others wait for them in the broadcast.
             if answer is None and asked_to_stop() and self._loop.leads:
-                answer = Change(is_interrupted=True)
+                answer = CallbackEffects(is_interrupted=True)
             # The others wait in this broadcast. An empty one lets them report progress to their watchdogs, which would
             # otherwise take them for stalled.
             packed = self._loop.broadcast(answer.to_bytes() if answer else b"")
             heartbeat.progress()
             if packed:
-                return answer or Change.from_bytes(packed)
+                return answer or CallbackEffects.from_bytes(packed)
 
     def finish(self) -> None:
         # Callbacks may still set weights here, so what is evaluated, saved and written comes after.

@@ -25,8 +25,8 @@ TELL_EVERY_SECS = 30.0  # how often the user is told that callbacks are still ru
 
 
 @dataclass(frozen=True)
-class Change:
-    """What callbacks want to change.
+class CallbackEffects:
+    """Effects that callbacks want to have on the run.
 
     Attributes:
         stop: whether the run ends here.
@@ -47,7 +47,7 @@ class Change:
         return pack([self.stop, self.is_interrupted, self.learning_rates], self.arrays)
 
     @classmethod
-    def from_bytes(cls, packed: bytes) -> "Change":
+    def from_bytes(cls, packed: bytes) -> "CallbackEffects":
         (stop, is_interrupted, learning_rates), arrays = unpack(packed)
         return cls(stop, is_interrupted, tuple(learning_rates), arrays)
 
@@ -80,7 +80,7 @@ class Hooks(Protocol):
             state: the state of the callbacks in the checkpoint that the run continues from; for "begin" only.
         """
 
-    def answer(self, timeout_secs: float) -> Change | None:
+    def answer(self, timeout_secs: float) -> CallbackEffects | None:
         """What the callbacks want; None if they are not done within `timeout_secs`."""
 
 
@@ -93,7 +93,7 @@ class NoHooks:
     def post(self, kind: str, epoch: int, step: int, logs: dict[str, float], *_: object) -> None:
         pass
 
-    def answer(self, timeout_secs: float) -> Change | None:
+    def answer(self, timeout_secs: float) -> CallbackEffects | None:
         # At once: this task gets the answer, and waits for it, in the leader's broadcast.
         return None
 
@@ -138,7 +138,7 @@ class LauncherHooks:
     def _write(self, name: str, arrays: NamedArrays) -> str:
         return write_arrays(self._folder / f"call-{self._number}-{name}.npz", arrays) if arrays else ""
 
-    def answer(self, timeout_secs: float) -> Change | None:
+    def answer(self, timeout_secs: float) -> CallbackEffects | None:
         """The answer to the last call; None if it has not come within `timeout_secs`.
 
         Raises:
@@ -152,7 +152,7 @@ class LauncherHooks:
                 break
             # Any other answer is one to an earlier call, which an interrupted or restarted run no longer waits for.
             if answer.number == self._number:
-                return _change_of(answer)
+                return _effects_of(answer)
         self._tell()
         return None
 
@@ -163,10 +163,10 @@ class LauncherHooks:
             self._to_launcher.status(f"waiting for the callbacks, {now - self._posted_at:.0f} s")
 
 
-def _change_of(answer: HookAnswer) -> Change:
+def _effects_of(answer: HookAnswer) -> CallbackEffects:
     arrays = take_arrays(answer.arrays) if answer.arrays else {}
     state = take_arrays(answer.state) if answer.state else None
-    return Change(answer.stop, learning_rates=answer.learning_rates, arrays=arrays, state=state)
+    return CallbackEffects(answer.stop, learning_rates=answer.learning_rates, arrays=arrays, state=state)
 
 
 def write_arrays(path: Path, arrays: NamedArrays) -> str:

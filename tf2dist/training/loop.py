@@ -27,7 +27,7 @@ from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.model_checks import advice_on
 from tf2dist.model.source import EpochPlan
 from tf2dist.tf_internals import set_learning_rates
-from tf2dist.training.hooks import Change
+from tf2dist.training.hooks import CallbackEffects
 from tf2dist.training.setup import PreparedRun
 
 
@@ -219,11 +219,11 @@ class Loop(abc.ABC):
         """The same, fetched at once."""
         return self.freeze()()
 
-    def apply(self, change: Change) -> None:
+    def apply(self, effects: CallbackEffects) -> None:
         """Sets variables and learning rates; all tasks that drive the training must call this."""
-        assign(self.named, change.arrays, self.by_row)
-        for optimizer, _ in self._optimizers() if change.learning_rates else []:
-            set_learning_rates(optimizer, change.learning_rates)
+        assign(self.named, effects.arrays, self.by_row)
+        for optimizer, _ in self._optimizers() if effects.learning_rates else []:
+            set_learning_rates(optimizer, effects.learning_rates)
 
     def finalize(self) -> None:
         """Sets the final weights of the model, such as the optimizer's moving averages.
