@@ -122,7 +122,7 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
 
     loop = sync_loop(worker, config)
     arguments = tf.constant(1), tf.zeros([SHARED]), *loop._graphs._feed.iterators
-    traced = loop._graphs._take_steps.get_concrete_function(*arguments)
+    traced = loop._graphs._run_steps.get_concrete_function(*arguments)
     return str(traced.graph.as_graph_def())
 
 

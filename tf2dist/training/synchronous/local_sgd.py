@@ -113,7 +113,7 @@ class LocalSgdStep(SyncStep):
         self._begun = [tf.Variable(tf.convert_to_tensor(v.value), trainable=False) for v in self._averaged]
         self._own = tf.Variable(tf.zeros([2 + self.step.metrics.size], tf.float64), trainable=False)
         self._begin = tf.function(self._begin_round, autograph=False)
-        self._take_rounds = tf.function(self._rounds, autograph=False)
+        self._run_rounds = tf.function(self._rounds, autograph=False)
         self._allowance_secs = heartbeat.START_SECS
 
     @staticmethod
@@ -135,8 +135,8 @@ class LocalSgdStep(SyncStep):
         if config.algorithm.has_outer_steps:
             support.check_optimizer(support.OUTER_STEPS, optimizer)
 
-    def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
-        """See `SyncStep.take`; takes whole rounds, of which the last before a pause is shorter if need be."""
+    def run_steps(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
+        """See `SyncStep.run_steps`; runs whole rounds, of which the last before a pause is shorter if need be."""
         length = min(self._length, left)
         num_rounds = max(1, min(at_once, left) // length)
         self._begin()
@@ -157,7 +157,7 @@ class LocalSgdStep(SyncStep):
     def _call(self, num_rounds: int, num_steps: int, length: int, ends: bool, shared: list[float]) -> np.ndarray:
         """See `_rounds`."""
         whole = map(tf.constant, (num_rounds, num_steps, length))
-        return self.call(self._take_rounds, *whole, tf.constant(ends), tf.constant(shared, tf.float32))
+        return self.call(self._run_rounds, *whole, tf.constant(ends), tf.constant(shared, tf.float32))
 
     def arrays(self) -> dict[str, np.ndarray]:
         return self._outer.arrays() if self._outer else {}

@@ -76,7 +76,7 @@ class SyncLoop(Loop):
             # These numbers are summed over all replicas with the gradients. So all workers learn of a request at the
             # same step, and get the same mean of their times.
             shared = [*pause_request().to_floats(), self._own_secs / self._workers.num_replicas]
-            loss, examples, *rest = self._graphs.take(self._steps_per_call(), until_step - before, shared)
+            loss, examples, *rest = self._graphs.run_steps(self._steps_per_call(), until_step - before, shared)
             step = int(self._graphs.applied.numpy())
             count = step - before
             # What was shared is the same in each of the steps, so its sum is `count` times that of one step.

@@ -44,7 +44,7 @@ class SyncStep:
         applied: the updates applied in the whole run, int64.
         stragglers: the delays that are simulated, and the recording of the steps' times.
         step, optimizer: of this worker's own model; see below.
-        num_sums: how many numbers `take` returns.
+        num_sums: how many numbers `run_steps` returns.
 
     Args:
         step: the step of this worker's own model.
@@ -77,7 +77,7 @@ class SyncStep:
         self.prepare_graph(config)
 
     def prepare_graph(self, config: RunConfig) -> None:
-        """Makes what `take` needs."""
+        """Makes what `run_steps` needs."""
         self._num_weights = int(self.step.weighs_losses)
         variables = [*self.applied_at_end, *self.step.state]
         num_more = self.num_sums + self._num_weights + self._feed.num_extra
@@ -89,7 +89,7 @@ class SyncStep:
             is_fixed = gathers_one_length(self._workers, self._all_reduce)
             lengths = self.step.lookups.num_lookups(batch_size) if is_fixed else []
             self._rows = RowExchange(self.step, self.optimizer, narrow, lengths)
-        self._take_steps = tf.function(self._steps, autograph=False)
+        self._run_steps = tf.function(self._steps, autograph=False)
 
     @property
     def applied_at_end(self) -> list[keras.Variable]:
@@ -110,8 +110,8 @@ class SyncStep:
             ConfigError: says what, and the way out.
         """
 
-    def take(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
-        """Takes steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, then `shared`.
+    def run_steps(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
+        """Runs steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, then `shared`.
 
         All replicas have the same variables before and afterwards.
 
@@ -123,7 +123,7 @@ class SyncStep:
         Raises:
             TaskLostError: naming the worker whose connection has broken.
         """
-        return self.call(self._take_steps, tf.constant(min(at_once, left)), tf.constant(shared, tf.float32))
+        return self.call(self._run_steps, tf.constant(min(at_once, left)), tf.constant(shared, tf.float32))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What an algorithm keeps beside the variables of the model and the optimizer, by name, for a snapshot."""
@@ -139,7 +139,7 @@ class SyncStep:
     # What the graphs of other algorithms use, too.
 
     def call(self, function: Any, *arguments: tf.Tensor) -> np.ndarray:
-        """Calls a function of the graph, with the input as its last arguments; raises TaskLostError as `take` does."""
+        """Calls a function of the graph, with the input as its last arguments, and names a worker that was lost."""
         try:
             sums: np.ndarray = function(*arguments, *self._feed.iterators).numpy()
         # What a Python function in a graph raises arrives as this error, so the cause is looked up where it arose.
@@ -229,7 +229,7 @@ class SyncStep:
     # Plain training.
 
     def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *iterators: Any) -> tf.Tensor:
-        """See `take`; returns float64 [num_sums]."""
+        """See `run_steps`; returns float64 [num_sums]."""
 
         def step(number: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             # After the all-reduce the replicas of a worker hold the same sum.
