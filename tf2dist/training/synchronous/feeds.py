@@ -17,7 +17,7 @@ from tf2dist.training.synchronous.workers import Workers
 LOOK_SECS = 1.0  # how often a worker that waits for its first batch reports to the watchdog
 
 
-class BatchPart(NamedTuple):
+class BatchSlice(NamedTuple):
     """What one replica contributes to a step.
 
     Attributes:
@@ -54,19 +54,19 @@ class Feed(Protocol):
         """The number of the batch of a stream for this step."""
 
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
-        """In the graph: what `part` and `extra` need.
+        """In the graph: what `slice` and `extra` need.
 
         Args:
             step: how many steps this process has taken.
         """
 
-    def part(self, element: Any) -> BatchPart:
-        """On a replica: its part of the step."""
+    def slice(self, element: Any) -> BatchSlice:
+        """On a replica: its slice of the batch of a step."""
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         """On a replica: the numbers to sum, float32 [num_extra] in a list; an empty list for none."""
 
-    def take_back(self, sums: tf.Tensor) -> tf.Tensor:
+    def note_sums(self, sums: tf.Tensor) -> tf.Tensor:
         """On every worker: takes the sums of the extra numbers over all replicas; returns whether a step can follow."""
 
 
@@ -97,18 +97,18 @@ class ArrayFeed:
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         return next(iterators[0])
 
-    def part(self, element: Any) -> BatchPart:
+    def slice(self, element: Any) -> BatchSlice:
         *leaves, weights = element
         # Without the padding that gives all batches one shape: some layers look at the whole batch, and in Keras, too,
         # the last one of an epoch is shorter. If all is padding, one example of weight 0 stays, since the mean of none
         # would be NaN, in moving averages for good.
         count = tf.maximum(tf.math.count_nonzero(weights, dtype=tf.int32), 1)
-        return BatchPart([leaf[:count] for leaf in leaves], tf.reduce_sum(weights))
+        return BatchSlice([leaf[:count] for leaf in leaves], tf.reduce_sum(weights))
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []
 
-    def take_back(self, sums: tf.Tensor) -> tf.Tensor:
+    def note_sums(self, sums: tf.Tensor) -> tf.Tensor:
         return tf.constant(True)
 
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -173,14 +173,14 @@ class StreamFeed:
         # A Python function returns tensors without a shape, and models need one.
         return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(leaves, specs, strict=True)], following
 
-    def part(self, element: Any) -> BatchPart:
+    def slice(self, element: Any) -> BatchSlice:
         leaves, _ = element
-        return BatchPart(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._totals[0])
+        return BatchSlice(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._totals[0])
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return [tf.reshape(element[1], [2])]
 
-    def take_back(self, sums: tf.Tensor) -> tf.Tensor:
+    def note_sums(self, sums: tf.Tensor) -> tf.Tensor:
         self._totals.assign(sums)
         return sums[1] == 0
 

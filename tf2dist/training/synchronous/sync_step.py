@@ -163,7 +163,7 @@ class SyncStep:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         applied = self.applied.read_value()
         place = step_place(replica, applied)
-        leaves, share = self._feed.part(element)
+        leaves, share = self._feed.slice(element)
         leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
         with tf.device("CPU:0"):
             lookups = self.step.lookups.look_up(leaves)
@@ -273,7 +273,7 @@ class SyncStep:
         sizes = self.num_sums, self._num_weights, self._feed.num_extra
         num_buckets = len(self._buckets.specs)
         tensors, (sums, weight, extra) = self._buckets.unpack(reduced[:num_buckets], *sizes)
-        goes_on = self._feed.take_back(extra)
+        goes_on = self._feed.note_sums(extra)
         trained = self.applied_at_end
         gradients, changes = tensors[: len(trained)], tensors[len(trained) :]
         ids, of_rows = self._rows.add_up(reduced[num_buckets:]) if self._rows else ([], [])
