@@ -33,6 +33,15 @@ def test_an_update_is_counted_for_its_worker_and_staleness() -> None:
     assert (applied, totals.tolist(), metrics.tolist()) == (4, now.totals.tolist(), now.metrics.tolist())
 
 
+def test_the_example_of_the_counters() -> None:
+    """An update of worker 1 with the staleness 2 changes these places of the variable alone."""
+    counters = Counters(num_workers=2, num_metrics=1)
+    assert counters.indices(tf.constant(1, tf.int64)).numpy().ravel().tolist() == [0, 8, 4, 5, 6, 7]
+    add(counters, 1, 2, [0.5, 50.0, 30.0])
+    values = counters._values.numpy()
+    assert {int(place): values[place] for place in values.nonzero()[0]} == {0: 1, 4: 1, 5: 0.5, 6: 50, 7: 30, 10: 1}
+
+
 def test_counters_continue_where_another_run_ended() -> None:
     counters = Counters(NUM_WORKERS, NUM_METRICS)
     begun = Counts(2**40 + 1, np.arange(9.0).reshape(3, 3), np.array([5.0, 2.0**50]), np.arange(MAX_STALENESS + 1))

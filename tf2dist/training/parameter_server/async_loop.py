@@ -107,7 +107,7 @@ class PsLoop(Loop):
 
     @abc.abstractmethod
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
-        """See `train`."""
+        """Trains as `train` does, but for its last moments."""
 
     @abc.abstractmethod
     def _settle(self, requested: PauseRequest) -> None:
@@ -151,7 +151,7 @@ class PsLoop(Loop):
         return look
 
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
-        """Those of all ps, which have the same settings."""
+        """The optimizers of all ps, which have the same settings."""
         return [(server.optimizer, server.trainable) for server in self._graphs.servers]
 
     def _freeze_arrays(self) -> Callable[[], dict[str, np.ndarray]]:

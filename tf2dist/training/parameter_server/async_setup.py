@@ -1,4 +1,4 @@
-"""What a run with parameter servers needs before its first step: the model and the optimizer on the ps, the graphs."""
+"""Preparation of a run with parameter servers: the model and the optimizer on the ps, the graphs."""
 
 import abc
 from collections.abc import Callable

@@ -44,9 +44,6 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
 
     Args:
         workers: the indices of the workers in this process; several only in tests.
-
-    Raises:
-        DataError: a stream cannot be made.
     """
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     train = splits.train
@@ -166,7 +163,7 @@ def _token(split: str) -> str:
 
 
 class Input(Protocol):
-    """What the coordinator puts into its graphs for the input of the workers."""
+    """Input of the workers in the graphs of the coordinator."""
 
     def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
         """In the graph of a call: the batches with these numbers, int64 [steps]."""
@@ -270,6 +267,13 @@ class SharedNumbers(BatchNumbers):
 
     The steps that the ps counts for a worker say how many batches of its last call are done. A worker that was lost
     begins with the others when it is back. If it does not come back, they are handed out again after all other calls.
+
+    With two workers, calls of three batches, and `open(8)`:
+
+        worker 0 begins a call        it gets 0, 1, 2
+        worker 1 begins a call        it gets 3, 4, 5, and is lost when the ps has counted one step of it
+        worker 0 has done its steps   it gets 6, 7, and then nothing
+        worker 1 is back              it gets 4, 5; otherwise `close` finds them left, and `open` hands them out first
 
     Args:
         steps: the numbered batches.

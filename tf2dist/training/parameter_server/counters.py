@@ -1,4 +1,4 @@
-"""What one parameter server counts: all in one variable, so that one atomic operation counts an update.
+"""Counters of one parameter server: all in one variable, so that one atomic operation counts an update.
 
 Of TensorFlow's operations on parts of a variable, only ResourceScatterNdAdd locks the variable exclusively while it
 adds. ResourceScatterAdd shares the lock with others of its kind, and would lose counts.
@@ -21,7 +21,7 @@ ONES = np.ones(3, np.float32)  # every update adds 1 to the updates, to its bin 
 
 
 class Counts(NamedTuple):
-    """What has been counted up to one moment.
+    """Numbers that have been counted up to one moment.
 
     Attributes:
         applied: the updates applied in the whole run.
@@ -50,7 +50,15 @@ class Counts(NamedTuple):
 class Counters:
     """The counters of one ps, on the device under which they are made. A float64 counts exactly up to 2^53.
 
-    The order in the variable: the updates applied, the totals row by row, the metrics, the bins of staleness.
+    The order in the variable: the updates applied, the totals row by row, the metrics, the bins of staleness. With two
+    workers and one metric:
+
+        index     0         1 2 3      4 5 6      7        8 9 10 ... 1031
+        counted   applied   worker 0   worker 1   metric   staleness 0, 1, 2, ...
+        added     1                    1 0.5 50   30           1
+
+    The last row is an update of worker 1 with the loss 0.5, 50 examples, 30 for the metric, and the staleness 2. It
+    travels as [1, 1, 1, 0.5, 50, 30], and is added at [0, 8 + 2, 4, 5, 6, 7] by one operation.
 
     Attributes:
         added: how many numbers an update adds.
@@ -106,7 +114,7 @@ class Counters:
         return self._values.sparse_read(tf.concat([self._row(worker), [0]], 0))
 
     def after(self, indices: tf.Tensor) -> tf.Tensor:
-        """What `of_worker` returns, for the worker that is counted there; see `indices`."""
+        """The numbers that `of_worker` returns, for the worker that is counted there; see `indices`."""
         row = tf.squeeze(indices[2 : 2 + len(TOTALS)], 1)
         return self._values.sparse_read(tf.concat([row, [0]], 0))
 

@@ -52,7 +52,7 @@ ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without o
 
 @dataclass(frozen=True)
 class GraphsSpec:
-    """What the graphs of a run are made from.
+    """Arguments from which the graphs of a run are made.
 
     Attributes:
         config: of the run.
@@ -214,7 +214,7 @@ class PsGraphs(abc.ABC):
         return tf.function(evaluate, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
 
     def _pull_exactly(self) -> Values:
-        """What an evaluation needs but for the rows of tables."""
+        """Values for an evaluation, all but the rows of tables."""
         values: Values = {}
         for server in self.servers:
             values |= by_id(server.variables, server.exact_layout.unpack(server.pull_exactly()).values)
@@ -273,7 +273,7 @@ class PsGraphs(abc.ABC):
 
     @abc.abstractmethod
     def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:
-        """What the first step of a call pulls from each ps; `requests`: of rows, see `Routed`."""
+        """Pulls from each ps for the first step of a call; `requests`: of rows, see `Routed`."""
 
     @abc.abstractmethod
     def _exchange(
@@ -288,7 +288,7 @@ class PsGraphs(abc.ABC):
 
     @abc.abstractmethod
     def _push(self, call: PsCall, pushes: list[WireTensors], number: int) -> tf.Tensor:
-        """What the last step of a call, `number`, pushes to each ps; returns what is counted then."""
+        """Pushes of the last step of a call, `number`, to each ps; returns what is counted then."""
 
     @abc.abstractmethod
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -316,7 +316,7 @@ class PsGraphs(abc.ABC):
         return as_one_node(route).get_concrete_function(self.batch_types()) if self.step.tables else route
 
     def unpack(self, pulled: list[WireTensors], requests: list[Request]) -> tuple[list[Pulled], Values]:
-        """What was pulled from each ps, and the values of all parts of variables; of tables the rows."""
+        """Reads what was pulled from each ps; returns that, and the values of all parts: of tables the rows."""
         parts = zip(self.servers, pulled, requests, strict=True)
         unpacked = [server.pull_layout.unpack(buckets, request) for server, buckets, request in parts]
         values: Values = {}
@@ -412,7 +412,7 @@ class AsyncGraphs(PsGraphs):
         return pushes, output.sums[0]
 
     def _clipped(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """What is left of the gradients by the norm over all those of an optimizer; each ps sees only some of them."""
+        """Clips the gradients by the norm over all those of an optimizer; each ps sees only some of them."""
         clipped = dict(zip(map(id, self.step.trainable), gradients, strict=True))
         for norm, variables in self._global_clipnorms:
             if norm:

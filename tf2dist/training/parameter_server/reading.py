@@ -55,12 +55,7 @@ class PackedRead:
         self._wholes = {name: named[name][0].value for keys, _ in self._kept for name, _ in keys}
 
     def arrays(self) -> Arrays:
-        """The values of all variables by name, in the order of their names in the run.
-
-        Raises:
-            NotFiniteError: one is not finite.
-            OSError: a table could not be written into a file.
-        """
+        """The values of all variables by name, in the order of their names in the run."""
         return self.freeze()()
 
     def freeze(self) -> Callable[[], Arrays]:
@@ -69,9 +64,6 @@ class PackedRead:
         It may be called from any thread, and while tasks train: a ps that changes a variable leaves the memory alone
         that somebody still has to read, and takes other memory for the new value. Of a table this would be a copy of
         all its rows on the ps, so tables are fetched at once.
-
-        Raises:
-            OSError: a table could not be written into a file.
         """
         arrays = values(self._rest, self._by_row, self._folder, heartbeat.progress)
         for shapes, packing, read in self._packed:
@@ -98,7 +90,7 @@ class PackedRead:
 
 
 def _parts_on(named: Named, device: str) -> dict[tuple[str, int], keras.Variable]:
-    """What lies on a ps, by the name of the variable and the number of the part."""
+    """Variables on a ps, by the name of the variable and the number of the part."""
     # Of several variables with one name, which every ps has of its own, the first counts, as in `values`. The packed
     # vector is float32, which holds neither large whole numbers nor float64 exactly.
     return {

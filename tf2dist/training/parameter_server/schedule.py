@@ -67,12 +67,7 @@ def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> flo
 def wait_for_calls(
     coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
 ) -> PauseRequest:
-    """Waits until all calls are done; returns what was requested in the meantime. See `StopDeadline`.
-
-    Raises:
-        WorkersAway: a stop is requested, and the calls are not done.
-        Exception: what a worker has raised.
-    """
+    """Waits until all calls are done; returns what was requested in the meantime. See `StopDeadline`."""
     deadline = StopDeadline(pause_request, progress, quiet_secs)
     # Not `coordinator.join`, which can neither be interrupted nor be given a limit.
     while not coordinator.done():
@@ -97,9 +92,6 @@ def stop_early(coordinator: Any, servers: Sequence[ParameterServer], ahead: int,
         ahead: how many updates the ps may admit while they are told one after the other.
         limit: the update at which they stop anyway.
         quiet_secs: how long they may apply none.
-
-    Raises:
-        WorkersAway: the workers make no progress.
     """
     last = min(limit, max(admitted for admitted, _ in counts_of(servers)) + ahead)
     for server in servers:
@@ -121,9 +113,6 @@ def close_servers(servers: Sequence[ParameterServer], limit: int) -> None:
 
     Args:
         limit: the global step beyond which the ps refuse updates anyway.
-
-    Raises:
-        TaskLostError: the last push has reached only some of the ps, and no worker is left to take it to the others.
     """
     # A ps applies an update some time after it has admitted it; a snapshot in between would hold half of it.
     admitted = [min(server.refuse_all(), limit, int(server.stop_at)) for server in servers]
@@ -133,7 +122,7 @@ def close_servers(servers: Sequence[ParameterServer], limit: int) -> None:
         if applied == admitted or time.monotonic() > give_up_at:
             break
         time.sleep(SETTLE_POLL_SECS)
-    # The parts of a model on different ps would belong to different steps.
+    # The last push has reached only some of the ps, and no worker is left to bring it to the others.
     if len(set(applied)) > 1:
         raise TaskLostError(f"all workers are lost, and the ps have applied {applied} updates: this cannot be saved")
 
@@ -149,10 +138,6 @@ def results(
 
     Args:
         watch: is called again and again while a value is awaited.
-
-    Raises:
-        WorkersAway: a stop is requested, and a value does not come.
-        Exception: what a worker has raised.
     """
     # `fetch` cannot be given a limit, so it waits in a thread of its own, which is left behind if a value never comes.
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -234,15 +219,15 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def _counted(self) -> Any:
-        """What changes on the ps while workers make progress."""
+        """A value on the ps that changes while workers make progress."""
 
     @abc.abstractmethod
     def quiet_secs(self) -> float:
-        """See `quiet_secs`."""
+        """How long workers may make no progress before a stop takes them for lost."""
 
 
 class AsyncScheduler(Scheduler):
-    """See `Scheduler`: as many steps are in flight as the workers can take, whichever of them takes them."""
+    """A scheduler of as many steps as the workers can take, whichever of them takes them."""
 
     graphs: AsyncGraphs
 

@@ -139,7 +139,7 @@ class ModelPart(abc.ABC):
         return self._stored_layout.pack(*self._read_values(*request))
 
     def _read_values(self, *request: tf.Tensor) -> tuple[Any, ...]:
-        """What `PullLayout.pack` takes."""
+        """The arguments of `PullLayout.pack`."""
         applied = self._applied()
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
             return [storage.read() for storage in self.stored], applied, self.rows_of(*request), *self._made_by()
@@ -191,7 +191,7 @@ class ParameterServer(ModelPart):
         self.counts = self.on_device(self._counts)
 
     def push_layout(self, decays: dict[int, float]) -> PushLayout:
-        """Of what `push` and `exchange` take; `decays`: see `trace_functions`."""
+        """The layout of a push; `decays`: see `trace_functions`."""
         pulled = self.whole if self._algorithm.needs_pulled_values else []
         changing = [v for v in self.state if id(v) in decays]
         return PushLayout([*self.whole, *changing], self.counters.added, pulled, self.tables, self._narrow)
@@ -272,7 +272,7 @@ class ParameterServer(ModelPart):
         return PackedCount.of(self.counters.applied())
 
     def _push(self, pushed: WireTensors, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-        """See `_admit`. Returns what is counted of the worker then."""
+        """A push as `_admit` has it; returns what is counted of the worker then."""
         with tf.control_dependencies([self._admit(pushed, indices, limit)]):
             return self.counters.after(indices)
 
@@ -285,6 +285,15 @@ class ParameterServer(ModelPart):
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any number of workers may
         push at once, and pushes repeated after a worker's death cannot carry the count beyond the limit.
+
+        With a limit of 100, and 98 updates applied and admitted, an update
+
+            that was pulled at 97 gets the number 98: applied, staleness 1, and 99 are applied;
+            that was pulled at 98 gets the number 99: applied, staleness 1, and 100 are applied;
+            that was pulled at 98, too, gets the number 100: refused, with the step of its worker not counted;
+            of a batch that does not exist, with the limit `NO_UPDATE`, gets 101, and gives that back.
+
+        So 101 are admitted in the end, until `forget_refused` sets that to the 100 that are applied.
 
         Args:
             pushed: of `push_layout`.

@@ -1,4 +1,4 @@
-"""What a ps or an asynchronous worker does: serve the coordinator's calls until its shutdown message.
+"""Serving on a ps or an asynchronous worker: the coordinator's calls until its shutdown message.
 
 Such a task runs no Python for a step: TensorFlow's server executes graphs that the coordinator has made. The
 coordinator sends its shutdown message through ``ram://``, TensorFlow's in-memory file system, which needs no port and
@@ -33,10 +33,6 @@ def serve(
 
     Args:
         silence_secs: a coordinator that does not answer for so long is taken for lost.
-
-    Raises:
-        LeaderLostError: the coordinator did not start in time, is gone, or has failed.
-        Interrupted: the run was stopped.
     """
     start_server(cluster, task, server_config)
     profile = profiling.Responder(profiling.folder_of(run_dir, task))

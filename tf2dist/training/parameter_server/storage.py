@@ -57,6 +57,10 @@ class PackedStorage(Storage):
     The vector ends with zeros, so that its length is a multiple of `PACKET`. TensorFlow's kernels compute packet by
     packet, and what is left at the end one by one, where a square root may be rounded in another way. So an update
     gives the same wherever a variable lies.
+
+    A kernel of [3, 2] and a bias of [2] make a vector of `PACKET` = 16: elements 0 to 5 are the kernel, 6 and 7 the
+    bias, and 8 to 15 stay 0. Changes and values travel as the first 8, of the shape `shape`. What Adam keeps for the
+    vector is laid out alike, and what it keeps for the kernel and for the bias are views of that.
     """
 
     def __init__(self, members: Sequence[keras.Variable]) -> None:
@@ -111,7 +115,7 @@ def _may_be_member(variable: keras.Variable) -> bool:
 
 
 def _num_bytes(variable: keras.Variable) -> int:
-    """What a variable takes of a vector."""
+    """The bytes that a variable takes of a vector."""
     return 4 * int(np.prod(variable.shape))
 
 

@@ -126,7 +126,7 @@ class SyncReplicasGraphs(PsGraphs):
         return [server.keep(push, call.worker) for server, push in zip(self.following, pushes[1:], strict=True)]
 
     def _follow(self, pulled: WireTensors, requests: list[Request]) -> list[WireTensors]:
-        """What all ps send, from that of the deciding one."""
+        """The tensors that all ps send, from those of the deciding one."""
         last = self.deciding.pull_layout.unpack(pulled)
         parts = zip(self.following, requests[1:], strict=True)
         return [pulled, *(server.follow(last.applied.bits, last.made_by, *request) for server, request in parts)]
@@ -190,9 +190,6 @@ class SyncReplicasRule(UpdateRule):
     Attributes:
         server_class: of the ps that decides.
         replicas: K.
-
-    Raises:
-        ConfigError: a worker would have to give several gradients to a step, and there are several ps.
     """
 
     way, scheduler_class = support.SYNC_REPLICAS, SyncReplicasScheduler

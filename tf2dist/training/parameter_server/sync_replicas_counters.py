@@ -1,4 +1,4 @@
-"""What the deciding parameter server counts. All of it changes under that ps's lock alone."""
+"""Counters of the deciding parameter server. All of them change under that ps's lock alone."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ NO_STEP = np.int64(-1)
 
 
 class GradientCounts(NamedTuple):
-    """What has been counted up to one moment.
+    """Numbers that have been counted up to one moment.
 
     Attributes:
         step: the aggregates applied in the whole run.
@@ -96,7 +96,7 @@ class GradientCounters:
         return tf.gather(self._pushed.read_value(), worker)
 
     def all(self, step: tf.Tensor) -> tf.Tensor:
-        """What `split` takes apart, float64."""
+        """All numbers, float64, which `split` takes apart."""
         counted = [step[None], self._begun.read_value()[None]]
         workers = [self._pushed.read_value(), self._aggregated.read_value(), self._dropped.read_value()]
         numbers = [tf.cast(each, tf.float64) for each in (*counted, *workers)]

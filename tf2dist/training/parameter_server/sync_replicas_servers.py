@@ -1,4 +1,4 @@
-"""What runs on the parameter servers: one of them decides which gradients make a step, the others follow.
+"""Parameter servers of mode=sync_replicas: one of them decides which gradients make a step, the others follow.
 
 A worker computes a gradient at the values of one step. It leaves its parts at the following ps, and then pushes the
 rest to the deciding ps, which takes it, or drops it if the step is over. The K-th makes the step: the deciding ps
@@ -92,7 +92,7 @@ class StepBarrier:
 
 
 class AggregatingServer(ModelPart):
-    """What the deciding ps and the others have in common.
+    """A ps that applies means of gradients, the one that decides or another.
 
     Attributes:
         step: the aggregates applied in the whole run, int64.
@@ -218,7 +218,7 @@ class DecidingServer(AggregatingServer):
         return self._barrier.wait(look)
 
     def _push(self, pushed: WireTensors, worker: tf.Tensor) -> tf.Tensor:
-        """See `_admit`; returns what `pushed_by` does then."""
+        """A push as `_admit` has it; returns what `pushed_by` does then."""
         with tf.control_dependencies([self._admit(pushed, worker)]):
             return self._pushed_by(worker)
 

@@ -12,7 +12,13 @@ came.
 
 Whether a table travels as a whole or by its rows is decided here alone: the rows follow in the same vector, so that
 they cost no transfer of their own, each of which adds some 700 bytes and a call. A ps without tables gets no request
-and sends no rows.
+and sends no rows. With a kernel of [3, 2], a bias of [2], and a table with 2 columns of which a batch needs the rows 4
+and 9, the vectors of mode=async are, by their numbers of float32:
+
+    request   [2, 4, 9], int32: how many ids of each table, then the ids
+    pulled    6 kernel, 2 bias, 2 count, 4 rows
+    pushed    6 + 2 gradients, 2 count, 5 added (the `ONES`, the loss, the examples), 3 request, 4 gradients of rows,
+              and the request of the next step
 """
 
 from collections.abc import Sequence
@@ -55,7 +61,7 @@ class PackedCount:
 
 
 class Pulled(NamedTuple):
-    """What a worker gets from one ps.
+    """Values that a worker gets from one ps.
 
     Attributes:
         values: the values of all variables of the ps.
@@ -71,7 +77,7 @@ class Pulled(NamedTuple):
 
 
 class Pushed(NamedTuple):
-    """What one ps gets from a worker.
+    """An update that one ps gets from a worker.
 
     Attributes:
         changes: the gradients, and the terms of the state.
@@ -89,7 +95,7 @@ class Pushed(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What one ps of mode=sync_replicas gets from a worker.
+    """A gradient that one ps of mode=sync_replicas gets from a worker.
 
     Attributes:
         added: what is added up over an aggregate, see `GradientLayout.added`.
@@ -180,7 +186,7 @@ class RowsLayout:
         return list(zip(self.ids(*request), self.unpack([vector[end_of_ids:end]], request), strict=True))
 
     def next_request(self, tail: Sequence[tf.Tensor]) -> Request:
-        """What `add_request` has added, in what follows a push."""
+        """The request that `add_request` has added, in what follows a push."""
         return [tf.bitcast(vector[self._ends(vector)[1] :], tf.int32) for vector in tail]
 
     def _ends(self, vector: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -222,7 +228,7 @@ class PullLayout:
         return self._buckets.pack(values, applied.bits, *made_by, *self.rows.pack(rows))
 
     def unpack(self, buckets: WireTensors, request: Request = ()) -> Pulled:
-        """What was packed; `request`: of the rows, or none if they are not needed."""
+        """Reads what was packed; `request`: of the rows, or none if they are not needed."""
         values, (bits, *others) = self._buckets.unpack(buckets, *self._sizes, *self.rows.sizes)
         made_by, flat = others[: len(self._sizes) - 1], others[len(self._sizes) - 1 :]
         return Pulled(values, PackedCount(bits), self.rows.unpack(flat, request), *made_by)
