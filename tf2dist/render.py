@@ -73,7 +73,7 @@ NUMBERS = ("restarts", "gpus", "cpus")
 
 
 class Engine(NamedTuple):
-    """How to ask one engine."""
+    """An engine, and how to ask it."""
 
     render: Callable[[JobRequest], str]
     submit: Sequence[str]  # the command that takes the text from its standard input
@@ -132,7 +132,7 @@ def run(arguments: list[str]) -> int:
 
 
 def flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of the request, and all other arguments. Raises ConfigError."""
+    """The flags of the request, and all other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in FORMS:
         parser.add_argument(f"--{name}", action="append" if name == "line" else "store")
@@ -148,7 +148,7 @@ def flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
-    """The engine and the checked request. Raises RequestError."""
+    """The engine and the checked request."""
     name, *others = rest
     if name not in ENGINES:
         raise ConfigError(f"{name[:60]}: must be the name of an engine, {', '.join(ENGINES)}{nearest(name, ENGINES)}")
@@ -187,7 +187,7 @@ def size(overrides: list[str]) -> tuple[int, list[str]]:
 
 
 def values(own: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The values of the flags that are given. Raises ConfigError."""
+    """The values of the flags that are given."""
     flags: dict[str, Any] = {}
     for flag, (form, described) in FORMS.items():
         value = getattr(own, flag)
@@ -211,7 +211,7 @@ def write(text: str, path: str) -> None:
 
 
 def submit(text: str, engine: Engine) -> int:
-    """Hands over the text; returns the exit code of the command. Raises ConfigError."""
+    """Hands over the text; returns the exit code of the command."""
     program = engine.submit[0]
     if not shutil.which(program):
         raise ConfigError(f"--submit: there is no {program} here; use --out FILE, and submit that where there is one")

@@ -92,11 +92,7 @@ def series_of(rows: Iterable[dict[str, Any]]) -> SeriesByName:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that is damaged, or still being written, is left out.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The rows of a metrics.jsonl; a line that is damaged, or still being written, is left out."""
     with open_to_read(path) as file:
         for line in file:
             with contextlib.suppress(ValueError):  # a full disk has cut it off
@@ -114,11 +110,7 @@ def metrics_of(series: SeriesByName) -> list[str]:
 
 
 def draw_run(run_dir: Path) -> Path | None:
-    """Draws training.png of a run, which may still go on; returns its path, or None if there is nothing to draw.
-
-    Raises:
-        OSError: metrics.jsonl cannot be read, or the picture cannot be written.
-    """
+    """Draws training.png of a run, which may still go on; returns its path, or None if there is nothing to draw."""
     series = series_of(rows_of(run_dir / "metrics.jsonl"))
     if not metrics_of(series):
         return None
@@ -358,7 +350,7 @@ def _draw_staleness(axes: Axes, counts: np.ndarray) -> None:
 
 
 def _shown_staleness(counts: np.ndarray) -> int:
-    """How many of the counts are drawn: a few updates far behind all others would squeeze these together."""
+    """The number of counts that are drawn: a few updates far behind all others would squeeze these together."""
     num_counts = int(np.flatnonzero(counts)[-1]) + 1
     usual = int(np.searchsorted(counts.cumsum(), MOST_UPDATES * counts.sum())) + 1
     num_shown = max(MIN_SHOWN, round(CUT_FROM * usual))

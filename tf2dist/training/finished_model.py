@@ -153,9 +153,6 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     Args:
         names: of the model's variables in the run, in the order of `saved_variables`.
         arrays: by their names in the run. Those of the optimizer are left out if this one has no such variable.
-
-    Raises:
-        CheckpointError: the arrays are those of another model.
     """
     here = saved_variables(model)
     run_shapes = {name: array.shape for name, array in arrays.items() if name.startswith(MODEL)}
@@ -194,7 +191,7 @@ def may_be_in_file(name: str, array: np.ndarray) -> bool:
 
 
 def lack_of_memory(sizes: Collection[int]) -> str:
-    """What a model needs in memory, if this machine has less; otherwise empty.
+    """A text about the memory that a model needs, if this machine has less; otherwise empty.
 
     Args:
         sizes: the bytes of its arrays and of those of its optimizer.
@@ -217,10 +214,6 @@ def _renamed(name: str, renamed: dict[str, str]) -> str:
 
 
 def copy_names(model: keras.Model, named: keras.Model) -> None:
-    """Gives a model and its layers the names of another model that was built in the same way.
-
-    Raises:
-        ValueError: the models have different numbers of layers.
-    """
+    """Gives a model and its layers the names of another model that was built in the same way."""
     for layer, named_layer in zip(layers_of(model), layers_of(named), strict=True):
         layer.name = named_layer.name

@@ -38,11 +38,6 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
     Args:
         arguments: of the command line, as they were given.
         overrides: those among them that are not flags.
-
-    Raises:
-        RequestError: the request is wrong; nothing has been run.
-        ComparisonFailed: at least one run failed; all were tried.
-        Interrupted: by a signal; the runs that are done are kept.
     """
     console = Console()
     options, run_overrides = split(overrides)

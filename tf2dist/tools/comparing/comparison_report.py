@@ -105,7 +105,7 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
 
 
 def left_out(options: Options, results: Sequence[ContenderResult]) -> list[str]:
-    """What the report could show and does not, with the option that it needs."""
+    """Hints at what the report could show and does not, with the option that it needs."""
     hints = []
     delays = {result.contender.delay_secs for result in results}
     if not any(delays):

@@ -40,7 +40,7 @@ Cells = dict[tuple[int, float], ContenderResult]
 
 
 def styles_of(results: Sequence[ContenderResult]) -> dict[str, Style]:
-    """How each of those that are compared looks, by its name."""
+    """The looks of those that are compared, by their mode labels."""
     modes = {result.contender.mode_label: result.contender.mode for result in results}
     return {
         label: variant(mode, [other for other in modes if modes[other] == mode].index(label))
@@ -57,7 +57,7 @@ def has_accuracy(results: Sequence[ContenderResult]) -> bool:
 
 
 def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: bool) -> Figure:
-    """Against the time and against the examples, a row for each scenario."""
+    """Draws accuracies against the time and against the examples, a row for each scenario."""
     names, styles = scenarios_of(results), styles_of(results)
     columns = 1 if is_narrow else 2
     figure, grid = new_figure(is_narrow, 2.6, len(names) * 2 // columns, columns)
@@ -117,7 +117,7 @@ def stale_results(results: Sequence[ContenderResult]) -> list[ContenderResult]:
 
 
 def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figure:
-    """How many updates had each staleness, for each asynchronous contender."""
+    """Draws how many updates had each staleness, for each asynchronous contender."""
     stale, styles = stale_results(results), styles_of(results)
     columns = 1 if is_narrow or len(stale) == 1 else 2
     figure, grid = new_figure(is_narrow, 2.3, math.ceil(len(stale) / columns), columns)
@@ -265,7 +265,7 @@ def _draw_spreads(axes: Axes, points: list[tuple[int, Spread]], label: str, styl
 
 
 def first_by_size(results: Sequence[ContenderResult]) -> Cells:
-    """Who is first for each size of the model and each delay; empty unless both have several values."""
+    """The first contender for each size of the model and each delay; empty unless both have several values."""
     cells: Cells = {}
     for result in results:
         # Otherwise each model has another goal.
@@ -332,7 +332,7 @@ IN_THE_DARK = {INK: "#d7dce1", GRID: "#333b44", PALE: "#4a535d", PAPER: "#161b22
 
 
 def ink_on(colour: str) -> str:
-    """Of the paper's colour and black that which can be read on another one."""
+    """The colour of paper or black, whichever can be read on another one."""
     return max((PAPER, "#000000"), key=lambda text: contrast(text, colour))
 
 

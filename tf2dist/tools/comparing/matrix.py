@@ -50,18 +50,14 @@ SECS_EPOCHS = 10_000  # more passes than any number of seconds is meant for
 
 @dataclass(frozen=True)
 class Until:
-    """Where the runs end; `kind`: accuracy, steps or secs."""
+    """The end of the runs; `kind`: accuracy, steps or secs."""
 
     kind: str
     value: float
 
     @classmethod
     def parse(cls, text: str) -> "Until":
-        """Reads 0.97, 2000steps or 30s.
-
-        Raises:
-            ConfigError: it is none of these.
-        """
+        """Reads 0.97, 2000steps or 30s."""
         if match := re.fullmatch(r"([0-9]{1,10})steps", text):
             if 1 <= int(match[1]) <= MAX_STEPS:
                 return cls("steps", int(match[1]))
@@ -106,11 +102,7 @@ OPTIMIZER = ("optimizer=momentum", "optimizer.learning_rate=0.04")
 
 
 def split(arguments: list[str]) -> tuple[Options, list[str]]:
-    """The own options of a comparison, and the overrides of its runs.
-
-    Raises:
-        ConfigError: an own option has a wrong value, or an override is one that the comparison sets by itself.
-    """
+    """The own options of a comparison, and the overrides of its runs."""
     values: dict[str, Any] = {}
     run_overrides = []
     for argument in arguments:
@@ -130,13 +122,13 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
 
 
 def _check_name(key: str) -> None:
-    """Refuses a name that no run has either, and that is nearly one of ours. Raises ConfigError."""
+    """Refuses a name that no run has either, and that is nearly one of ours."""
     if key not in OPTIONS and key not in groups() and (suggestion := nearest(key, PARSERS)) and "." not in key:
         raise ConfigError(f"{key}: there is no such option{suggestion}")
 
 
 def _check(options: Options, values: dict[str, Any]) -> None:
-    """The rules between several options. Raises ConfigError."""
+    """The rules between several options."""
     if "backups" not in values:
         return
     if "sync_replicas" not in options.modes:
@@ -269,11 +261,7 @@ class ContenderRun:
 def contenders_of(
     options: Options, overrides: list[str], source: ConfigSource, check: Callable[[RunConfig], None]
 ) -> list[Contender]:
-    """All contenders, each with its checked configuration.
-
-    Raises:
-        RequestError: an option is wrong, or no mode takes it.
-    """
+    """All contenders, each with its checked configuration."""
     contenders: dict[tuple[str, str], Contender] = {}
     for line, varying in expanded(overrides, source):
         if "seed" in varying:

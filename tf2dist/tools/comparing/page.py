@@ -160,7 +160,7 @@ def _list(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
-    """Of a table with a row for each `ContenderResult`; the heads name the units."""
+    """Columns of a table with a row for each `ContenderResult`; the heads name the units."""
     metric = next((result.goal.metric for result in results if result.goal), "accuracy")
     accuracy = "best accuracy" if results[0].until.kind == "accuracy" else "accuracy at the end"
     return [
@@ -172,7 +172,7 @@ def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
 
 
 def run_columns() -> list[Column]:
-    """Of a table with a row for each run."""
+    """Columns of a table with a row for each run."""
 
     def measured(value: Callable[[Measurement], Any]) -> Callable[[Row], Any]:
         return lambda row: next((value(run) for run in row[0].measured if run.run == row[1].run), None)

@@ -1,4 +1,4 @@
-"""What the runs of a comparison have measured, read from their directories."""
+"""Measurements of the runs of a comparison, read from their directories."""
 
 import contextlib
 import itertools
@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CommonGoal:
-    """At what the contenders of a scenario are compared: an accuracy, or the loss of a model without one."""
+    """The goal at which the contenders of a scenario are compared: an accuracy, or the loss of a model without one."""
 
     metric: str
     value: float
@@ -99,7 +99,7 @@ class Measurement:
         return (last.step - first.step) / secs, (last.examples - first.examples) / secs
 
     def reached(self, goal: CommonGoal | None) -> Point | None:
-        """Where the goal was reached.
+        """The point at which the goal was reached.
 
         Between two evaluations the metric is taken as a straight line. Otherwise the one of two equal contenders would
         be first whose evaluations happen to lie better.
@@ -186,7 +186,7 @@ class ContenderResult:
 
     @property
     def _is_bound(self) -> bool:
-        """Whether the goal was met at a first evaluation, and so perhaps long before."""
+        """True if the goal was met at a first evaluation, and so perhaps long before."""
         return any(run.points[:1] == [point] for run, point in zip(self.measured, self._at_goal(), strict=True))
 
     @property
@@ -219,7 +219,7 @@ class ContenderResult:
         return Spread.of(dropped_parts)
 
     def staleness_counts(self) -> list[int]:
-        """How often 0, 1, 2, ... occurred in all runs together; empty for modes without."""
+        """Counts of the staleness 0, 1, 2, ... in all runs together; empty for modes without."""
         counts: list[int] = []
         for run in self.measured:
             run_counts = run.summary.get("staleness_counts", [])
@@ -307,7 +307,7 @@ def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[Cont
 
 
 def set_goal(results: list[ContenderResult], until: Until) -> None:
-    """Sets that of one scenario: the accuracy that ends the runs, or the best that every run has reached.
+    """Sets the goal of one scenario: the accuracy that ends the runs, or the best that every run has reached.
 
     After equal steps or seconds each contender has seen another number of examples; the time to the same accuracy
     takes account of both.

@@ -33,7 +33,7 @@ TAIL_BYTES = 4096  # of metrics.jsonl: several lines
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended.
+    """The end of a run.
 
     Attributes:
         state: done, failed, or stopped by a signal or never begun.
@@ -52,21 +52,13 @@ def new_folder() -> Path:
 
 
 def earlier_plan(folder: Path) -> dict[str, list[str]]:
-    """The runs of an earlier comparison in the folder, with their command lines; empty if there is none.
-
-    Raises:
-        ConfigError: there is something else in it.
-    """
+    """The runs of an earlier comparison in the folder, with their command lines; empty if there is none."""
     with files.raising(f"{OPTION} ({folder}): cannot be read", "name another directory"):
         return _read_plan(folder) if folder.is_dir() and any(folder.iterdir()) else {}
 
 
 def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
-    """Makes the folder, or checks that it is one of the same comparison or of a smaller one, and writes the plan.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Makes the folder, or checks that it is one of the same comparison or of a smaller one, and writes the plan."""
     plan = {run.folder: run.overrides for run in runs}
     with files.raising(f"{OPTION} ({folder}): cannot be written", "name another directory"):
         if earlier := earlier_plan(folder):
@@ -85,7 +77,7 @@ def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
 
 
 def _read_plan(folder: Path) -> dict[str, list[str]]:
-    """The runs of a comparison with their command lines, from the file in its folder. Raises ConfigError."""
+    """The runs of a comparison with their command lines, from the file in its folder."""
     try:
         with files.open_to_read(folder / PLAN) as file:
             plan = json.loads(file.read(1 << 24))["runs"]  # a file that is not ours must not fill the memory
@@ -142,7 +134,7 @@ def _run(
 
 
 def _remove(run_dir: Path) -> None:
-    """Removes what an interrupted run has left: our own folder, since the plan names it. Raises OSError."""
+    """Removes what an interrupted run has left: our own folder, since the plan names it."""
     if run_dir.is_dir() and not run_dir.is_symlink():
         shutil.rmtree(run_dir)
 
@@ -159,7 +151,7 @@ def _last_line(log: Path) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """What metrics.jsonl tells of a run under way; `rate`: in steps a second."""
+    """The last row of metrics.jsonl of a run under way; `rate`: in steps a second."""
 
     step: int = 0
     rate: float | None = None
@@ -180,7 +172,7 @@ def read_progress(path: Path) -> Reading:
 
 
 class ComparisonProgress:
-    """How far the present run is, and the time that is left for all.
+    """The progress of the present run, and the time that is left for all.
 
     Attributes:
         done: the runs that were done before.
@@ -246,7 +238,7 @@ class ComparisonProgress:
         return f"step {reading.step:,}{last}"
 
     def _secs_left(self) -> float | None:
-        """Of the present run; None while unknown."""
+        """Seconds that are left of the present run; None while unknown."""
         if self._until.kind == "secs" and self._reading.rate:
             return max(0.0, self._until.value - self._reading.training_secs)
         if self._until.kind == "steps" and self._reading.rate:
@@ -265,6 +257,6 @@ class ComparisonProgress:
         return sum(secs) / len(secs) if secs else None
 
     def _secs_of_others(self, secs: float) -> float:
-        """Of the runs after the present one; `secs`: of a run, while no run is done."""
+        """Seconds of the runs after the present one; `secs`: of a run, while no run is done."""
         others = [run for run in self._runs[self._number :] if run not in self.done]
         return sum(secs if (expected := self._expected(run)) is None else expected for run in others)

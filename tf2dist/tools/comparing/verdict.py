@@ -1,4 +1,4 @@
-"""What the results say, in plain words with the figures: who is first, and which of the textbooks' claims are seen.
+"""The results in plain words with the figures: who is first, and which of the textbooks' claims are seen.
 
 An order counts as seen only if the runs of both contenders do not overlap: all seeds of one before all of the other.
 """
@@ -66,18 +66,18 @@ def verdict_of(results: list[ContenderResult], until: Until) -> Verdict:
 def ranked(
     results: list[ContenderResult], measure: Column, *, highest: bool = False
 ) -> list[tuple[ContenderResult, Spread]]:
-    """Those that have a value, the best first."""
+    """The results that have a value, the best first."""
     measured = [(result, spread) for result in results if (spread := measure.value(result))]
     return sorted(measured, key=lambda pair: pair[1].mean, reverse=highest)
 
 
 def is_clear(first: Spread, second: Spread) -> bool:
-    """Whether all runs of one are clearly on the same side of all runs of the other; never of one run each."""
+    """True if all runs of one are clearly on the same side of all runs of the other; never of one run each."""
     return not doubt_about(first, second)
 
 
 def doubt_about(first: Spread, second: Spread) -> str:
-    """Why two have no order, as the end of a sentence; "" if they have one."""
+    """The reason why two have no order, as the end of a sentence; "" if they have one."""
     low, high = sorted((first, second), key=lambda spread: spread.mean)
     if len(low.values) < 2 or len(high.values) < 2:
         return "with one run each the order is open"
@@ -87,7 +87,7 @@ def doubt_about(first: Spread, second: Spread) -> str:
 
 
 def _headline(results: list[ContenderResult], until: Until) -> str:
-    """Who is first in the scenario with the fastest machines, and in that with the slowest worker."""
+    """Tells who is first in the scenario with the fastest machines, and in that with the slowest worker."""
     delays = sorted({result.contender.delay_secs for result in results})
     ends = [[result for result in results if result.contender.delay_secs == delay_secs]
             for delay_secs in dict.fromkeys((delays[0], delays[-1]))]  # fmt: skip
@@ -105,7 +105,7 @@ def _headline(results: list[ContenderResult], until: Until) -> str:
 
 
 def _in_one_sentence(results: list[ContenderResult], until: Until) -> str:
-    """Who is first in one scenario, and to what."""
+    """Tells who is first in one scenario, and to what."""
     goal, order = results[0].goal, _order(results)
     begin = f"With {results[0].contender.scenario},"
     if goal is None:

@@ -39,7 +39,7 @@ def service(request: JobRequest, rank: int, task: Task) -> dict[str, Any]:
 
 
 def limits(request: JobRequest, task: Task) -> dict[str, Any]:
-    """What a worker may use; every worker has GPUs of its own."""
+    """Limits of what a worker may use; every worker has GPUs of its own."""
     if task.job != "worker":
         return {}
     first = request.gpus * task.index

@@ -1,4 +1,4 @@
-"""What the requests to all engines have in common: the tasks in the order of their ranks, and their command."""
+"""Requests to all engines: the tasks in the order of their ranks, and their command."""
 
 import math
 import re
@@ -24,7 +24,7 @@ MAX_VARIABLE = 128_000  # characters of an environment variable: 128 KiB, with i
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What the user asks an engine for.
+    """A request of the user to an engine.
 
     Attributes:
         config: the checked options of the run.
@@ -70,11 +70,7 @@ class JobRequest:
         return self.command(*run_dir, *options, "cluster=ranks")
 
     def addresses(self, hosts: Sequence[str]) -> str:
-        """The variable that tells the tasks in containers the names of all, by rank.
-
-        Raises:
-            ConfigError: there are too many of them.
-        """
+        """The variable that tells the tasks in containers the names of all, by rank."""
         text = ",".join(hosts)
         if len(text) > MAX_VARIABLE:
             raise ConfigError(
@@ -85,11 +81,7 @@ class JobRequest:
 
     @property
     def mounted_run_dir(self) -> PurePosixPath:
-        """The run directory in a container.
-
-        Raises:
-            ConfigError: the user has named one that no volume can be mounted for.
-        """
+        """The run directory in a container."""
         path = PurePosixPath(self.config.run_dir or RUNS / self.name)
         if not path.is_absolute() or len(path.parts) < 3:
             raise ConfigError(
@@ -99,12 +91,12 @@ class JobRequest:
 
     @property
     def stop_secs(self) -> int:
-        """How long a task may take from SIGTERM to its end."""
+        """Seconds that a task may take from SIGTERM to its end."""
         return math.ceil(self.config.grace_secs) + SECS_BEYOND_GRACE
 
 
 def check_mode(request: JobRequest, *, needs_ps: bool, other: str) -> None:
-    """Refuses the modes that another engine serves. Raises ConfigError."""
+    """Refuses the modes that another engine serves."""
     if request.has_ps != needs_ps:
         raise ConfigError(f"mode ({request.config.mode}): is not for this engine; render {other}, or choose another")
 

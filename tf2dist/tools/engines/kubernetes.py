@@ -158,7 +158,7 @@ def command(request: JobRequest) -> list[str]:
 
 
 def resources(request: JobRequest, job: str) -> Manifest:
-    """What the tasks of a job need; chief and ps compute nothing on GPUs."""
+    """The resources that the tasks of a job need; chief and ps compute nothing on GPUs."""
     if job != "worker":
         return {"requests": {"cpu": "1", "memory": MEMORY}}
     limits = {"memory": request.memory} if request.memory else {}
@@ -168,11 +168,7 @@ def resources(request: JobRequest, job: str) -> Manifest:
 
 
 def render_job(request: JobRequest) -> str:
-    """The Job with everything that it needs.
-
-    Raises:
-        ConfigError: the tasks are of several kinds, which one Job cannot have.
-    """
+    """The Job with everything that it needs."""
     check_mode(request, needs_ps=False, other="jobset")
     manifests = [claim(request), network_policy(request), service(request), job(request)]
     return to_text(request, manifests)
@@ -202,11 +198,7 @@ def job(request: JobRequest) -> tuple[str, Manifest]:
 
 
 def render_job_set(request: JobRequest) -> str:
-    """The JobSet with everything that it needs; it makes the Service by itself.
-
-    Raises:
-        ConfigError: there are no parameter servers.
-    """
+    """The JobSet with everything that it needs; it makes the Service by itself."""
     check_mode(request, needs_ps=True, other="kubernetes")
     return to_text(request, [claim(request), network_policy(request), job_set(request)])
 
@@ -251,11 +243,7 @@ def child(request: JobRequest, job: str, count: int, hosts: list[str]) -> Manife
 
 
 def render_train_job(request: JobRequest) -> str:
-    """The TrainJob with everything that it needs; its JobSet makes the Service.
-
-    Raises:
-        ConfigError: the tasks are of several kinds, which the nodes of a TrainJob are not.
-    """
+    """The TrainJob with everything that it needs; its JobSet makes the Service."""
     check_mode(request, needs_ps=False, other="jobset")
     manifests = [claim(request), network_policy(request), runtime(request), train_job(request)]
     return to_text(request, manifests)

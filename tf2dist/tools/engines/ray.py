@@ -11,11 +11,7 @@ FILE = "job.py"
 
 
 def render(request: JobRequest) -> str:
-    """The script.
-
-    Raises:
-        ConfigError: the run directory is not one that all nodes find.
-    """
+    """The script."""
     run_dir = request.config.run_dir
     if run_dir is None or not PurePosixPath(run_dir).is_absolute():
         raise ConfigError(

@@ -58,7 +58,7 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Gang(ray.train.BackendConfig):
-    """What must be known of the options."""
+    """The options that the gang must know."""
 
     mode: str
     num_ps: int = 0
@@ -71,7 +71,7 @@ class Gang(ray.train.BackendConfig):
 
 
 class GangBackend(Backend):
-    """What Ray Train calls for each new group of workers, whose order is that of the ranks."""
+    """The methods that Ray Train calls for each new group of workers, whose order is that of the ranks."""
 
     def on_start(self, worker_group: Any, gang: Gang) -> None:
         """Gives every worker its place, and all of them a new token."""

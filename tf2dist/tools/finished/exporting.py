@@ -32,12 +32,7 @@ FORMATS = {
 
 
 def export(request: Request) -> Path:
-    """Writes the exported file or folder, whole or not at all; returns its path.
-
-    Raises:
-        RequestError: the request is wrong, or OUT cannot be written.
-        TrainingError: Keras or a converter has failed.
-    """
+    """Writes the exported file or folder, whole or not at all; returns its path."""
     name = one_of("format", request.options.get("format", "saved_model"), list(FORMATS))
     target_format = FORMATS[name]
     # All that can be refused without the model comes before TensorFlow, whose import takes seconds.
@@ -70,11 +65,7 @@ def export(request: Request) -> Path:
 
 
 def check_free(out: Path) -> None:
-    """Makes sure that `out` is in an existing folder, and is missing or empty.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Makes sure that `out` is in an existing folder, and is missing or empty."""
     if not out.parent.is_dir():
         raise ConfigError(f"OUT ({out}): there is no folder {out.parent}; make it first")
     if out.is_symlink() or (out.is_file() and out.stat().st_size) or (out.is_dir() and any(out.iterdir())):

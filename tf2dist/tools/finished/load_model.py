@@ -75,7 +75,7 @@ def load_model(
 def load_in_files(
     run_dir: str | os.PathLike[str], step: int | None, custom_objects: Mapping[str, Any], tables: Tables
 ) -> keras.Model:
-    """As `load_model`, for a model that is not trained: with its large tables of embeddings in files.
+    """Loads a model that is not trained, as `load_model` does, with its large tables of embeddings in files.
 
     The model has another optimizer, without slots, unless it has methods of its own that may use it.
 
@@ -161,11 +161,7 @@ def _check_memory(folder: Path, sizes: list[int], tables: Tables | None) -> None
 
 
 def _snapshot(folder: Path, step: int | None) -> Snapshot:
-    """The checkpoint of a step; for None the newest one that is not damaged.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """The checkpoint of a step; for None the newest one that is not damaged."""
     checkpoints = Checkpoints(folder / "checkpoints")
     steps = [step_of(path) for path in checkpoints.paths()]
     if not steps:
@@ -188,11 +184,7 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
 
 
 def _description(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """The names of the variables and the configuration of the model that model.json describes.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """The names of the variables and the configuration of the model that model.json describes."""
     try:
         with open_to_read(path) as file:
             content = json.load(file)
@@ -211,10 +203,6 @@ def _built(path: Path, config: dict[str, Any], custom_objects: dict[str, Any]) -
 
     Args:
         path: of model.json.
-
-    Raises:
-        CheckpointError: it is that of something else.
-        ConfigError: the model needs a class that is not known here.
     """
     model = _loaded(path, lambda: keras.saving.deserialize_keras_object(config, custom_objects=custom_objects))
     if not isinstance(model, keras.Model) or not model.built or not getattr(model, "optimizer", None):
@@ -225,12 +213,7 @@ def _built(path: Path, config: dict[str, Any], custom_objects: dict[str, Any]) -
 
 
 def _loaded(path: Path, load: Callable[[], Any]) -> Any:
-    """What Keras loads from a file.
-
-    Raises:
-        CheckpointError: the file is damaged.
-        ConfigError: the model needs code of the user's.
-    """
+    """The object that Keras loads from a file."""
     try:
         return load()
     except Exception as error:  # damaged files and classes of the user raise errors of many types

@@ -22,11 +22,7 @@ from tf2dist.tools.finished.shell import Request, warn
 
 
 def config_of(request: Request) -> RunConfig:
-    """The configuration of the run.
-
-    Raises:
-        ConfigError: the file is missing, or is no configuration.
-    """
+    """The configuration of the run."""
     path = request.run_dir / "config.yaml"
     problem = f"RUN_DIR ({request.run_dir}): config.yaml cannot be read"
     with raising(problem, "name a run", also=(ValueError,)), open_to_read(path) as file:
@@ -34,11 +30,7 @@ def config_of(request: Request) -> RunConfig:
 
 
 def model_of(request: Request) -> keras.Model:
-    """The model of the run, which is not trained; runs the plugins that the command line names, and no others.
-
-    Raises:
-        RequestError: the model cannot be loaded.
-    """
+    """The model of the run, which is not trained; runs the plugins that the command line names, and no others."""
     # A run directory may come from somebody else: the plugins in its configuration are shown, but not run.
     try:
         with signals.temporary_folder() as folder:
@@ -55,9 +47,6 @@ def data_of(request: Request) -> tuple[str, Splits]:
     """The name and the examples of the data that the command line chooses, by default the run's own.
 
     Call `model_of` first, which runs the plugins that may register the data.
-
-    Raises:
-        RequestError: the data cannot be loaded.
     """
     if request.data:
         data = load([*request.data, f"plugins=[{','.join(request.plugins)}]"], None).data
@@ -80,11 +69,7 @@ def data_of(request: Request) -> tuple[str, Splits]:
 
 
 def split_of(name: str, splits: Splits, split: str) -> Arrays:
-    """One split of a data set.
-
-    Raises:
-        DataError: it has no such examples.
-    """
+    """One split of a data set."""
     arrays: Arrays | None = getattr(splits, split)
     if arrays is None or not len(arrays):
         raise DataError(f"split ({split}): data={name} has none; choose another one")

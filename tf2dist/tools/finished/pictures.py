@@ -47,7 +47,7 @@ def are_images(x: np.ndarray) -> bool:
 def predictions_figure(
     run_dir: Path, images: np.ndarray, true: np.ndarray, predicted: np.ndarray, confidence: np.ndarray
 ) -> Figure:
-    """See `draw_predictions`. The right ones begin a row of their own; all rows have one height."""
+    """The figure of `draw_predictions`. The right ones begin a row of their own; all rows have one height."""
     wrong, right = np.flatnonzero(true != predicted), np.flatnonzero(true == predicted)
     mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
     cells = [*mistakes, *[None] * (-len(mistakes) % IMAGES_A_ROW), *right[:NUM_RIGHT]]
@@ -151,7 +151,7 @@ def draw_regression(
 def regression_figure(
     run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray, *, truth: "NoiselessLabels | None"
 ) -> Figure:
-    """See `draw_regression`."""
+    """The figure of `draw_regression`."""
     figure = Figure(figsize=(9, 5))
     figure.subplots_adjust(left=0.08, right=0.975, top=1 - 1.1 / 5, bottom=0.11)
     error = float(np.sqrt(np.mean(np.square(predicted - y))))
@@ -177,11 +177,7 @@ def regression_figure(
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    """Writes the picture whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Writes the picture whole or not at all."""
     with raising(f"RUN_DIR ({path.parent}): {path.name} cannot be written", "make room"):
         write_whole(path, as_png(figure))
     return path

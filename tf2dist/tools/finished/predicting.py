@@ -68,12 +68,7 @@ class Classifier:
 
 
 def evaluate(request: Request) -> None:
-    """Prints the loss and each metric in a line of its own, and then the number of examples.
-
-    Raises:
-        RequestError: the model or the data cannot be loaded, or the data does not fit the model.
-        NotFiniteError: the loss is not finite.
-    """
+    """Prints the loss and each metric in a line of its own, and then the number of examples."""
     split = request.options.get("split", "test")
     # The model first: that runs the plugins, which may register the data.
     model = model_of(request)
@@ -99,11 +94,7 @@ def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
 
 
 def print_predictions(request: Request) -> None:
-    """Prints the predictions; those of the test set are drawn, too.
-
-    Raises:
-        RequestError: the model, a file or the data cannot be loaded, or does not fit the model.
-    """
+    """Prints the predictions; those of the test set are drawn, too."""
     model = model_of(request)
     classifier = Classifier.of(model)
     # File by file, so that many large ones need not fit into memory, and lines come before a later file fails.
@@ -157,11 +148,7 @@ def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> Non
 
 
 def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
-    """Prints the accuracy and the confusion matrix, and draws the matrix and images.
-
-    Raises:
-        DataError: the data has classes that the model does not have.
-    """
+    """Prints the accuracy and the confusion matrix, and draws the matrix and images."""
     true, predicted = class_numbers(test.y), probabilities.argmax(axis=1)
     num_classes = probabilities.shape[1]
     # Labels are indices of the matrix: a negative one would count in the wrong row without an error.
@@ -189,7 +176,7 @@ def class_numbers(labels: np.ndarray) -> np.ndarray:
 
 
 def confusion(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
-    """How often each class (row) was predicted as each class (column), [classes, classes]."""
+    """Counts of each class (row) predicted as each class (column), [classes, classes]."""
     counts = np.zeros((num_classes, num_classes), np.int64)
     # `counts[true, predicted] += 1` would count a pair that occurs several times only once.
     np.add.at(counts, (true, predicted), 1)
@@ -205,11 +192,7 @@ def confusion_text(counts: np.ndarray) -> str:
 
 
 def read(path: Path, model: keras.Model) -> tuple[np.ndarray, list[str]]:
-    """The examples in a file, float32 [n, ...], and a name for each of them.
-
-    Raises:
-        DataError: the file cannot be read, or does not fit the model.
-    """
+    """The examples in a file, float32 [n, ...], and a name for each of them."""
     shape = shape_of(model)
     with raising(f"{path}: cannot be read", "name an image or a .npy file", DataError):
         content = path.read_bytes()
@@ -220,11 +203,7 @@ def read(path: Path, model: keras.Model) -> tuple[np.ndarray, list[str]]:
 
 
 def shape_of(model: keras.Model) -> tuple[int | None, ...]:
-    """The shape of one example; None for a dimension of any size.
-
-    Raises:
-        DataError: the model has several inputs, and a file has only one.
-    """
+    """The shape of one example; None for a dimension of any size."""
     inputs = getattr(model, "inputs", None) or []
     if len(inputs) != 1:
         raise DataError(f"FILE: this model has {len(inputs)} inputs, but a file gives one; leave the files out")
@@ -250,11 +229,7 @@ def _array(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
 
 
 def _image(path: Path, content: bytes, shape: tuple[int | None, ...]) -> np.ndarray:
-    """The picture in the model's height, width and channels, with values from 0 to 255.
-
-    Raises:
-        DataError: the model takes no images, or the file is none.
-    """
+    """The picture in the model's height, width and channels, with values from 0 to 255."""
     height, width, channels = (*shape, 1) if len(shape) == 2 else shape if len(shape) == 3 else (None, None, None)
     if channels not in CHANNELS:
         raise DataError(f"{path}: the model takes {list(shape)}, not images; give a .npy file of that shape")
@@ -272,11 +247,7 @@ def _image(path: Path, content: bytes, shape: tuple[int | None, ...]) -> np.ndar
 
 
 def _decoded(content: bytes, channels: int) -> tf.Tensor:
-    """The picture, in grey for one channel.
-
-    Raises:
-        tf.errors.OpError: it cannot be decoded.
-    """
+    """The picture, in grey for one channel."""
     try:
         return tf.io.decode_image(content, channels, expand_animations=False)
     except tf.errors.InvalidArgumentError:  # TensorFlow does not decode BMP and GIF files into one channel

@@ -1,4 +1,4 @@
-"""What the commands for finished runs share: reading arguments, showing errors, and silencing TensorFlow."""
+"""The frame of the commands for finished runs: reading arguments, showing errors, and silencing TensorFlow."""
 
 import contextlib
 import logging
@@ -54,9 +54,6 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
     Args:
         known: the options of the command; "data." stands for all that begin with it.
         max_operands: how many may follow the run directory; None for any number.
-
-    Raises:
-        ConfigError: an argument is unknown, missing, or one too many.
     """
     operands, options, data = [], {}, []
     for argument in arguments:
@@ -86,11 +83,7 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> str:
-    """Returns the given word, which must be one of the known ones.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Returns the given word, which must be one of the known ones."""
     if value not in known:
         raise ConfigError(f"{name} ({value}): must be one of {', '.join(known)}{nearest(value, known)}")
     return value
