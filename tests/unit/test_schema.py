@@ -10,7 +10,7 @@ import yaml
 from tests.conftest import REPOSITORY
 from tf2dist import fit
 from tf2dist.config.compose import groups
-from tf2dist.config.decode import defaults, to_dataclass
+from tf2dist.config.decode import defaults, flatten, to_dataclass
 from tf2dist.config.help import help_text
 from tf2dist.config.load import load
 from tf2dist.config.option import COMMAND_LINE, Scope, options_of, rules_between
@@ -152,6 +152,12 @@ def test_unambiguous_values_are_converted(tree: dict[str, Any], value: Any) -> N
     config = getattr(to_dataclass(RunConfig, tree), name)
     assert config == value
     assert type(config) is type(value)
+
+
+def test_a_tree_has_dotted_names() -> None:
+    tree = {"train": {"steps": 5, "epochs": None}, "plugins": ["a", {"b": 1}], "model": {}}
+    assert list(flatten(tree)) == [("train.steps", 5), ("train.epochs", None), ("plugins", ["a", {"b": 1}])]
+    assert list(flatten(tree, lists=True))[2:] == [("plugins[0]", "a"), ("plugins[1].b", 1)]
 
 
 def test_configurations_do_not_share_lists() -> None:

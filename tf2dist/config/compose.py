@@ -261,25 +261,20 @@ def hydra_settings(composed: DictConfig) -> Iterator[list[str]]:
 def prepare_overrides(overrides: list[str], tf_config: str | None) -> list[str]:
     """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if there is one."""
     for override in overrides:
-        group, _, argument = _key(override).partition(".")
-        if override[0:1] == "+" and (_key(override) in groups() or _is_set(override)):
+        key = _key(override)
+        group, _, argument = key.partition(".")
+        declared = OPTIONS.get(key)
+        # Hydra itself refuses to add what has a value, and takes null for none.
+        has_value = declared and not override.startswith("++") and not isinstance(declared.default, list)
+        if override[0:1] == "+" and (key in groups() or has_value):
             raise ConfigError(f"{override[:60]}: is an option already; leave out the +")
         # The name alone would leave the arguments of another choice in place.
-        if (group in PLUGIN_GROUPS and argument == "name") or (group, argument) in _KINDS:
+        if argument and (declared.is_choice if declared else argument == "name" and group in PLUGIN_GROUPS):
             raise ConfigError(f"{override[:60]}: is set by another option; choose with {group}=NAME")
     ready = [quoted(override) for override in overrides]
     if tf_config and not any(override.startswith("cluster=") for override in overrides):
         ready.append("cluster=tf_config")
     return ready
-
-
-def _is_set(override: str) -> bool:
-    # Hydra itself refuses to add what has a value, and takes null for none.
-    key = _key(override)
-    return not override.startswith("++") and key in OPTIONS and not isinstance(OPTIONS[key].default, list)
-
-
-_KINDS = (("cluster", "kind"), ("algorithm", "kind"))
 
 
 def quoted(override: str) -> str:
@@ -368,7 +363,8 @@ def _leaves(tree: dict[str, Any]) -> Iterator[str]:
     """The dotted names of all known options, except for those that only a choice sets."""
     for option, _ in flatten({key: value for key, value in tree.items() if key != "hydra"}):
         section, _, key = option.rpartition(".")
-        if key not in ("name", "kind") and (section in PLUGIN_GROUPS or option in OPTIONS):
+        declared = OPTIONS.get(option)
+        if not declared.is_choice if declared else section in PLUGIN_GROUPS and key != "name":
             yield option
 
 
@@ -412,7 +408,7 @@ def _wrong_kind(override: Override) -> str:
 
 def _problem(override: Override, tree: DictConfig, overrides: list[str], loader: Loader) -> str:
     """The mistake in one override, or ""; `tree`: the configuration of the choices that were made."""
-    key, known = override.key_or_group, {*groups(), *_leaves(as_written(tree))}
+    key, known = override.key_or_group, [*groups(), *_leaves(as_written(tree))]
     value = str(override.input_line).partition("=")[2]
     if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
         return ""
@@ -420,7 +416,7 @@ def _problem(override: Override, tree: DictConfig, overrides: list[str], loader:
         return ""
     if loader.get_group_options(key):
         return f"{key} ({value}): is not a group of tf2dist; write +{override.input_line} for one of yours"
-    suggestion = _nearest_option(key, [*groups(), *_leaves(as_written(tree))], choices_by_option())
+    suggestion = _nearest_option(key, known, choices_by_option())
     has_plugins = any(other.startswith("plugins=") for other in overrides)
     if has_plugins and key.partition(".")[0] in PLUGIN_GROUPS and "mean" not in suggestion:
         return f"{key}: there is no such option; write +{key} if a plugin of yours has it"

@@ -77,6 +77,9 @@ def is_function(data: Any) -> bool:
 
 def check_stream(arguments: Any) -> None:
     """Refuses arguments that need arrays when `data=load` is given; `arguments` are those of `fit`, checked."""
+    # The workers' positions in their streams would not be known after a resume.
+    if arguments.mode == "sync_replicas":
+        raise FitError("data: mode='sync_replicas' trains on arrays; give x and y, or use mode='async' or 'sync'")
     load = arguments.data
     if not callable(load):
         raise FitError(f"data: is {kind_of(load)}; give a function of a tf2dist.Shard that returns a tf.data.Dataset")
@@ -85,12 +88,6 @@ def check_stream(arguments: Any) -> None:
         is_default = value is True if name == "shuffle" else value is None or (name == "validation_split" and not value)
         if not is_default:
             raise FitError(f"{name}: cannot be given together with data; {alternative}")
-
-
-def check_mode_of_stream(mode: str) -> None:
-    """Refuses `data=load` where the workers' positions in their streams would not be known after a resume."""
-    if mode == "sync_replicas":
-        raise FitError("data: mode='sync_replicas' trains on arrays; give x and y, or use mode='async' or 'sync'")
 
 
 def check_model(name: str, model: keras.Model, mode: str) -> None:

@@ -138,7 +138,6 @@ def _splits_of_arrays(arguments: FitArguments, config: RunConfig, num_workers: i
 
 
 def _stream_of(arguments: FitArguments, load: Load, config: RunConfig, num_workers: int) -> Stream:
-    refusals.check_mode_of_stream(arguments.mode)
     refusals.check_stream(arguments)
     batch_size = config.train.batch_size_per_worker = arguments.batch_size or inputs.DEFAULT_BATCH_SIZE
     # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.
