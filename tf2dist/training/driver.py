@@ -56,12 +56,7 @@ class Driver:
         self._length = make_length(self)
 
     def drive(self) -> None:
-        """Trains, evaluates and reports the result.
-
-        Raises:
-            Interrupted: a task was asked to stop; the run is saved.
-            NotFiniteError: the loss is not finite.
-        """
+        """Trains, evaluates and reports the result."""
         try:
             self._train()
             self._finish()
@@ -243,7 +238,7 @@ class StopCondition:
 
 @dataclass
 class EpochState:
-    """Where a run stands among its epochs; saved with it.
+    """The place of a run among its epochs; saved with it.
 
     Attributes:
         before: the sums of the metrics when the epoch began.
@@ -403,7 +398,7 @@ class Epochs(Length):
             self._driver.reporter.set_learning_rates(self._rates)
 
     def _answer(self) -> CallbackEffects:
-        """What the leader's callbacks want; waits for it on all tasks."""
+        """The effects that the leader's callbacks want; waits for them on all tasks."""
         while True:
             answer = self._hooks.answer(ANSWER_SECS)
             # A callback may run for hours, but a stop has seconds. The leader alone decides: if each task looked at its

@@ -73,9 +73,6 @@ class Evaluator:
 
         Args:
             is_last: whether it is the last one of the run. Then the optimizer finalizes the weights, as the run does.
-
-        Raises:
-            CheckpointError: it belongs to another model or data set.
         """
         named = self._variables_of_last(snapshot.facts.target_step) if is_last else self._named
         # All arrays of the model are kept, so that `check_same` notices those that this model does not have.

@@ -81,7 +81,7 @@ class Hooks(Protocol):
         """
 
     def answer(self, timeout_secs: float) -> CallbackEffects | None:
-        """What the callbacks want; None if they are not done within `timeout_secs`."""
+        """The effects that the callbacks want; None if they are not done within `timeout_secs`."""
 
 
 class NoHooks:
@@ -139,11 +139,7 @@ class LauncherHooks:
         return write_arrays(self._folder / f"call-{self._number}-{name}.npz", arrays) if arrays else ""
 
     def answer(self, timeout_secs: float) -> CallbackEffects | None:
-        """The answer to the last call; None if it has not come within `timeout_secs`.
-
-        Raises:
-            OSError, ValueError: the files of the answer cannot be read.
-        """
+        """The answer to the last call; None if it has not come within `timeout_secs`."""
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) >= 0:
             try:
@@ -170,11 +166,7 @@ def _effects_of(answer: HookAnswer) -> CallbackEffects:
 
 
 def write_arrays(path: Path, arrays: NamedArrays) -> str:
-    """Writes arrays of numbers by name into a new file; returns its name.
-
-    Raises:
-        OSError: the file exists already, or cannot be written.
-    """
+    """Writes arrays of numbers by name into a new file; returns its name."""
     # A file object: to a bare name numpy would add ".npz", and would overwrite what is there.
     with open(path, "xb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -182,11 +174,7 @@ def write_arrays(path: Path, arrays: NamedArrays) -> str:
 
 
 def take_arrays(path: str) -> NamedArrays:
-    """Reads the arrays that another process of this job has written, and removes the file.
-
-    Raises:
-        OSError, ValueError: the file cannot be read.
-    """
+    """Reads the arrays that another process of this job has written, and removes the file."""
     # Pickled objects are refused, since reading them could run code.
     with np.load(path, allow_pickle=False) as arrays:
         contents = dict(arrays)

@@ -33,7 +33,7 @@ from tf2dist.training.setup import PreparedRun
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
         global_step: updates applied to the model.
@@ -55,7 +55,7 @@ Report = Callable[[Progress], None]
 
 
 class PauseRequest(enum.Flag):
-    """Why a training should pause.
+    """The reasons for which a training should pause.
 
     Attributes:
         SAVE: a checkpoint is due.
@@ -162,17 +162,13 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, split: str, pause_request: PauseRequests = never) -> Evaluation:
-        """Evaluates "test" or "validation", every example exactly once.
-
-        Raises:
-            WorkersAway: a stop is requested, and the evaluation cannot be finished.
-        """
+        """Evaluates "test" or "validation", every example exactly once; WorkersAway: a stop that it cannot wait for."""
 
     # The variables, while no task trains.
 
     @abc.abstractmethod
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
-        """Those that this task can reach, each with the variables that it trains."""
+        """The optimizers that this task can reach, each with the variables that it trains."""
 
     @property
     def optimizer(self) -> keras.Optimizer:

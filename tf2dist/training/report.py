@@ -51,7 +51,7 @@ def prefixed(split: str, evaluation: Evaluation) -> dict[str, float]:
 
 
 def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[str, Any]:
-    """What summary.json holds of the last evaluations."""
+    """The last evaluations, as summary.json holds them."""
     # The format of the file promises this name for every classifier, even without a validation set.
     classifies = test is not None and "accuracy" in test.metrics
     results: dict[str, Any] = {"validation_accuracy": None} if classifies else {}
@@ -63,7 +63,7 @@ def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[s
 
 
 def simulated(config: RunConfig) -> dict[str, Any]:
-    """What summary.json holds of delays that were simulated; nothing if there were none."""
+    """The delays that were simulated, as summary.json holds them; nothing if there were none."""
     return {"simulated": asdict(config.simulate)} if config.simulate.is_on else {}
 
 

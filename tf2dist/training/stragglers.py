@@ -41,7 +41,7 @@ _published_functions: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {}
 
 @dataclass(frozen=True)
 class Delays:
-    """How long each step of each worker is delayed, which depends on nothing but the seed, the worker and the step.
+    """The delay of each step of each worker, which depends on nothing but the seed, the worker and the step.
 
     So a run that is repeated or resumed draws the same delays.
 
@@ -70,7 +70,7 @@ class Delays:
 
 
 class Sleeper:
-    """What the graph of a step calls in the worker's process."""
+    """Delays a step: the graph of a step calls it in the worker's process."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -100,7 +100,7 @@ class Sleeper:
 
 
 class Recorder:
-    """What the graph of a step calls in the worker's process.
+    """Notes when a step begins and ends: the graph of a step calls it in the worker's process.
 
     Writes a file for each worker, worker-0.csv and so on, with a line for each step: when it began and when it ended,
     in seconds as of `time.time()`.
@@ -153,7 +153,7 @@ def recorded(tensors: Tensors, worker: Any, *, has_ended: bool) -> Tensors:
 
 
 class Stragglers:
-    """What the graph of a step has around its computation: the simulated delays, and the recording of its times.
+    """Operations around the computation of a step, in its graph: the simulated delays, and the recording of its times.
 
     Each worker must have called `publish_delays` and `publish_recorder`.
 

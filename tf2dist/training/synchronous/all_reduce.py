@@ -73,9 +73,6 @@ class AllReduce:
 
         Args:
             array: float32, or narrower floats, whose sum is rounded once.
-
-        Raises:
-            LostWorkerError: a worker is gone.
         """
         vector = array.reshape(-1)
         # A new array, since TensorFlow may use this one while the next call is made.
@@ -108,9 +105,6 @@ class AllReduce:
 
         Args:
             arrays: all workers pass equally many, of the same types, and of shapes that differ in the first axis alone.
-
-        Raises:
-            LostWorkerError: a worker is gone.
         """
         self._wait_for_readers()
         lengths = np.array([[len(array) for array in arrays]] * self._count)

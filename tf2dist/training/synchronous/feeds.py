@@ -18,7 +18,7 @@ LOOK_SECS = 1.0  # how often a worker that waits for its first batch reports to 
 
 
 class BatchSlice(NamedTuple):
-    """What one replica contributes to a step.
+    """The examples that one replica contributes to a step.
 
     Attributes:
         leaves: the leaves of its batch, [n, ...] each.
@@ -131,9 +131,6 @@ class StreamFeed:
 
     Args:
         begin: the number of the first batch.
-
-    Raises:
-        ConfigError: a worker has several GPUs.
     """
 
     num_extra = 2
@@ -189,7 +186,7 @@ class StreamFeed:
         return [*self._reader.read_batches(number, 1), self._summed(self._reader.size(self._pass, number + 1))]
 
     def _next(self, number: int) -> np.ndarray:
-        """What this worker adds to `_totals` for the batch of that number, which may take long to read on a resume."""
+        """Numbers that this worker adds to `_totals` for a batch, which may take long to read on a resume."""
         # In a thread, so that the watchdog hears of this worker while the stream skips to its position.
         sizes: list[int] = []
         thread = threading.Thread(target=lambda: sizes.append(self._reader.size(self._pass, number)), daemon=True)

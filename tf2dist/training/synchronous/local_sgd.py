@@ -95,7 +95,7 @@ class OuterOptimizer:
 
 
 class LocalSgdStep(SyncStep):
-    """See `SyncStep`.
+    """One worker's part in rounds of local steps.
 
     The all-reduce of a round carries the changes of all variables since the last one, and the sums for the log.
     """
@@ -136,7 +136,7 @@ class LocalSgdStep(SyncStep):
             support.check_optimizer(support.OUTER_STEPS, optimizer)
 
     def run_steps(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
-        """See `SyncStep.run_steps`; runs whole rounds, of which the last before a pause is shorter if need be."""
+        """Runs whole rounds, see `SyncStep.run_steps`, of which the last before a pause is shorter if need be."""
         length = min(self._length, left)
         num_rounds = max(1, min(at_once, left) // length)
         self._begin()
@@ -155,7 +155,7 @@ class LocalSgdStep(SyncStep):
         return sums
 
     def _call(self, num_rounds: int, num_steps: int, length: int, ends: bool, shared: list[float]) -> np.ndarray:
-        """See `_rounds`."""
+        """Calls `_rounds`."""
         whole = map(tf.constant, (num_rounds, num_steps, length))
         return self.call(self._run_rounds, *whole, tf.constant(ends), tf.constant(shared, tf.float32))
 

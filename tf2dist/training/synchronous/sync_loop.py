@@ -144,7 +144,7 @@ class SyncLoop(Loop):
         return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
 
     def _sums_of(self, leaves: list[tf.Tensor]) -> tf.Tensor:
-        """See `Step.evaluate`."""
+        """Evaluates a batch; see `Step.evaluate`."""
         layout = self._splits.evaluated_layout
         with tf.device("CPU:0"):
             lookups = self.step.lookups.look_up(leaves, training=False, layout=layout)
@@ -161,7 +161,7 @@ class SyncLoop(Loop):
         return (arrays[first:last].leaves for first, last in ranges)
 
     def updates_applied(self) -> int:
-        """What the optimizer has counted; the global step comes from a counter of our own."""
+        """The count of the optimizer; the global step comes from a counter of our own."""
         return int(self._counted.numpy()) - self.earlier_updates
 
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:

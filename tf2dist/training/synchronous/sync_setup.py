@@ -131,7 +131,7 @@ def _as_number(sha256: "hashlib._Hash") -> float:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run begins: its counts, and the position of the input of all replicas.
+    """The beginning of a run: its counts, and the position of the input of all replicas.
 
     Attributes:
         step: the updates that were applied before.
@@ -250,13 +250,10 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
 
 
 def step_class(name: str, algorithm: AlgorithmConfig, step: Step) -> type[SyncStep]:
-    """With rounds of one step and no outer optimizer, local SGD is plain training, with any optimizer.
+    """The class of the steps. Local SGD in rounds of one step, without an outer optimizer, is plain training.
 
     Args:
         name: of the model.
-
-    Raises:
-        ConfigError: the algorithm cannot train the model.
     """
     entry = ALGORITHMS[algorithm.kind]
     if entry.mode != "sync" or (algorithm.local_steps == 1 and not algorithm.has_outer_steps):

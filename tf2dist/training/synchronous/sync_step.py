@@ -105,9 +105,6 @@ class SyncStep:
         Args:
             name: of the model.
             optimizer: already built for `step.trainable`.
-
-        Raises:
-            ConfigError: says what, and the way out.
         """
 
     def run_steps(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
@@ -119,14 +116,11 @@ class SyncStep:
             at_once: how many steps one call of TensorFlow should take.
             left: how many steps may be taken.
             shared: SHARED numbers of this worker; every replica adds them in every step.
-
-        Raises:
-            TaskLostError: naming the worker whose connection has broken.
         """
         return self.call(self._run_steps, tf.constant(min(at_once, left)), tf.constant(shared, tf.float32))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What an algorithm keeps beside the variables of the model and the optimizer, by name, for a snapshot."""
+        """Arrays for a snapshot, by name, that an algorithm keeps beside the variables of model and optimizer."""
         return {}
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
@@ -173,7 +167,7 @@ class SyncStep:
         return self.stragglers.computed(output, self._workers.index), lookups.ids, state, share
 
     def _exchange(self, replica: tf.Tensor, share: tf.Tensor) -> Exchange | None:
-        """What `tf2dist.gather` needs on a replica; None if there is no other one."""
+        """The exchange that `tf2dist.gather` needs on a replica; None if there is no other one."""
         if self._workers.num_replicas == 1:
             return None
         return Exchange(
@@ -229,7 +223,7 @@ class SyncStep:
     # Plain training.
 
     def _steps(self, num_steps: tf.Tensor, shared: tf.Tensor, *iterators: Any) -> tf.Tensor:
-        """See `run_steps`; returns float64 [num_sums]."""
+        """The graph of `run_steps`; returns float64 [num_sums]."""
 
         def step(number: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             # After the all-reduce the replicas of a worker hold the same sum.
@@ -294,7 +288,7 @@ class SyncStep:
     def _divided(
         self, gradients: list[tf.Tensor], sums: tf.Tensor, weight: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Those of a whole step, whose parts were multiplied by their weights; `weight`: the sum of these."""
+        """The gradients and sums of a step whose parts were multiplied by their weights; `weight`: the sum of these."""
         factor = tf.math.reciprocal_no_nan(weight)  # a step of which a mask leaves nothing changes nothing
         loss, count = sums[0] * factor, sums[1]
         # Each worker has added up its own loss for each of its examples.
@@ -311,7 +305,7 @@ def gathers_one_length(workers: Workers, all_reduce: AllReduce | None) -> bool:
 def contributed_change(
     variable: keras.Variable, decay: float, new: tf.Tensor, old: tf.Tensor, share: tf.Tensor, replica: tf.Tensor
 ) -> tf.Tensor:
-    """What a replica adds to the change of a variable, float32, by the variable's `aggregation` in Keras.
+    """A replica's term in the change of a variable, float32, by the variable's `aggregation` in Keras.
 
     none, mean            the mean of the changes, weighted by the workers' shares of the examples
     sum                   the sum of what the workers add

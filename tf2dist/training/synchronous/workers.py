@@ -47,9 +47,6 @@ def choose(choice: str, gpus: Sequence[Sequence[str]], has_nccl: Sequence[bool])
         choice: the option cluster.all_reduce.
         gpus: those of each worker, equally many, by names that are unique in the cluster.
         has_nccl: whether each worker has NCCL.
-
-    Raises:
-        ConfigError: what was asked for cannot be used.
     """
     why_not = _why_not_nccl(gpus, has_nccl)
     several = len(gpus[0]) > 1
@@ -99,7 +96,7 @@ PIECE_BYTES = 1 << 20  # of an array that is sent; with four times as much the m
 
 
 class Workers:
-    """What a worker does together with all others.
+    """All workers together, as one of them calls them.
 
     All workers must call the same methods in the same order, since each call waits for the others. There are two
     exceptions: `batch_size_per_replica` is local, and in `leave_last` only worker 0 waits.
@@ -121,11 +118,7 @@ class Workers:
         self._sum = tf.function(functools.partial(sum_over_workers, strategy, self.count), autograph=False)
 
     def batch_size_per_replica(self, batch_size_per_worker: int) -> int:
-        """The batch size of each GPU of a worker.
-
-        Raises:
-            ConfigError: the batch of a worker cannot be divided among its GPUs.
-        """
+        """The batch size of each GPU of a worker."""
         local_replicas = self.num_replicas // self.count
         batch_size, rest = divmod(batch_size_per_worker, local_replicas)
         if rest:
@@ -145,17 +138,13 @@ class Workers:
         return broadcast(self.strategy, packed)
 
     def broadcast_start(self, start: Snapshot | Weights | None) -> Snapshot | Weights | None:
-        """What worker 0 has read, which alone reads the run directory."""
+        """The start that worker 0 has read, which alone reads the run directory."""
         if self.count == 1:
             return start
         return of_description(*self.broadcast_arrays(describe(start), start.arrays if start else {}))
 
     def broadcast_arrays(self, head: Any, arrays: dict[str, np.ndarray]) -> tuple[Any, dict[str, np.ndarray]]:
-        """The value of JSON and the arrays by name that worker 0 passes.
-
-        Raises:
-            TrainingError: there is no room for the temporary files from which the other workers map large arrays.
-        """
+        """The value of JSON and the arrays by name that worker 0 passes."""
         own = arrays if self.index == 0 else {}
         small = {name: array for name, array in own.items() if array.nbytes <= PIECE_BYTES}
         large = [(name, array.dtype.str, array.shape) for name, array in own.items() if name not in small]
@@ -187,9 +176,6 @@ class Workers:
 
         Args:
             choice: the option cluster.all_reduce, which all workers have alike.
-
-        Raises:
-            ConfigError: the one that was asked for cannot be used here.
         """
         own_gpus = devices.own_gpus()
         own = json.dumps([own_gpus, bool(own_gpus) and has_nccl()])  # not looked for in vain: it is large
