@@ -11,7 +11,7 @@ _current = threading.local()  # `exchange`: that of the step that this thread tr
 
 
 class Exchange(NamedTuple):
-    """What a replica needs to gather.
+    """The exchange between replicas by which one of them gathers.
 
     Attributes:
         add_up: the sum of a float32 tensor over all replicas, which call it equally often with equal shapes.

@@ -30,7 +30,7 @@ MAX_MOVED = 1 << 20  # elements of a weight that is moved; large tables are not 
 
 
 class Dependence(enum.Enum):
-    """What the loss of a batch is to those of its parts, or what it adds to a variable."""
+    """Relation of the loss of a batch, or of what it adds to a variable, to those of its parts."""
 
     # Or it cannot be known, as that of one with random numbers, such as a variational autoencoder's; or what the loss
     # gathers makes it so.
@@ -185,7 +185,7 @@ class _StateTrial:
     def _dependence(
         self, terms: tuple[np.ndarray, ...], mixed: tuple[np.ndarray, ...], begun: np.ndarray, decay: float
     ) -> Dependence | None:
-        """See `compare`.
+        """Relation of the terms of a variable; see `compare`.
 
         Args:
             terms: of two batches, of both as one, and of that with other random numbers.
@@ -229,7 +229,7 @@ def _mean(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def _on_trial(
     function: Callable[[list[tf.Tensor]], list[tf.Tensor]], step: Step, splits: Splits
 ) -> list[list[np.ndarray]] | None:
-    """What a function of the leaves of a batch gives for two batches and for both as one.
+    """Results of a function of the leaves of a batch, for two batches and for both as one.
 
     None if the model takes no such batches, or a number is not finite.
     """

@@ -85,11 +85,7 @@ def two_tower(
 
 
 def build_model(arguments: dict[str, Any], splits: Splits) -> keras.Model:
-    """Calls the registered function of the model that `arguments["name"]` names, with the other arguments.
-
-    Raises:
-        ConfigError: unknown name or argument.
-    """
+    """Calls the registered function of the model that `arguments["name"]` names, with the other arguments."""
     name, function = arguments["name"], look_up(MODELS, "model", arguments["name"])
     options = {key: value for key, value in arguments.items() if key != "name"}
     fixed = {"input_shape": splits.input_shape, "num_classes": splits.num_classes}
@@ -108,9 +104,6 @@ def build_optimizer(arguments: dict[str, Any], total_steps: int) -> keras.Optimi
     """Builds the optimizer that `arguments["name"]` names, for a run of `total_steps` updates.
 
     A plugin's function that has a parameter `total_steps` gets them, unless the user gives another number.
-
-    Raises:
-        ConfigError: unknown name or argument, or a value that Keras refuses.
     """
     function = look_up(OPTIMIZERS, "optimizer", arguments["name"])
     arguments = dict(arguments)  # it is called again for each ps

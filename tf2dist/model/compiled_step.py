@@ -34,7 +34,7 @@ class ForwardPass(NamedTuple):
 
 
 class ForwardTrace(NamedTuple):
-    """What the forward pass and the losses show when a step is traced.
+    """Properties of the forward pass and the losses, which show when a step is traced.
 
     Attributes:
         outputs: symbolic tensors, in whatever structure the model returns them.
@@ -109,14 +109,14 @@ class CompiledStep(Step):
         return len(self._unproven([None, *self.forward_trace.penalties]))
 
     def _unproven(self, parts: list[Any]) -> list[Any]:
-        """Those of the loss and the penalties that may be no means over the batch."""
+        """The losses and penalties that may be no means over the batch."""
         if self.forward_trace.has_scalar_loss or self.has_own_loss:
             return parts
         # What the losses of a compiled model give for each example has a mean over the batch.
         return parts[1:] if self.forward_trace.penalizes_batch else []
 
     def _weighs_losses(self, reductions: list[Any]) -> bool:
-        """See `Step`.
+        """Whether the total is divided by the weights of all workers; see `Step`.
 
         The parts of the outputs are those that a mask leaves, the places of batches of several lengths, or the weights
         of the examples.
@@ -240,7 +240,7 @@ class CompiledStep(Step):
         return ForwardPass(x, y, sample_weight, outputs, loss_values, loss)
 
     def _weight(self, forward: ForwardPass, share: tf.Tensor) -> tf.Tensor:
-        """See `StepOutput.weight`."""
+        """The weight of the loss; see `StepOutput.weight`."""
         if not self.weighs_losses:
             return share
         ((loss, value),) = forward.loss_values
@@ -302,7 +302,7 @@ class CompiledStep(Step):
         return scope
 
     def graded_by_keras(self, variables: list[keras.Variable]) -> list[keras.Variable]:
-        """Those of some trainable variables that have a gradient in the step of `keras.Model.fit`, by a trace."""
+        """The given trainable variables that have a gradient in the step of `keras.Model.fit`, by a trace."""
         parts = [[part.value for part in parts_of(variable)] for variable in variables]
         found: list[keras.Variable] = []
 
@@ -316,7 +316,7 @@ class CompiledStep(Step):
         return found
 
     def _has_lengths(self, values: list[tf.Tensor]) -> bool:
-        """See `ForwardTrace`; `values`: of the losses, before they are reduced."""
+        """Whether batches differ in length; `values`: of the losses, before they are reduced. See `ForwardTrace`."""
         if not any(None in spec.shape.as_list() for spec in self.layout.specs):
             return False
         return any(value.shape.rank is None or None in value.shape[1:].as_list() for value in values)

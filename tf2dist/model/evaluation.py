@@ -31,11 +31,6 @@ class Evaluation:
 
         Args:
             num_examples: of the split; None for a stream, of which nobody knows it.
-
-        Raises:
-            DataError: a stream has no examples.
-            NotFiniteError: the loss is not finite.
-            TrainingError: not every example was counted exactly once.
         """
         # A chunk that was lost, or computed twice by workers that came back, must not pass for a result.
         counted, *totals = sums

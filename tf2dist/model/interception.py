@@ -1,4 +1,4 @@
-"""What TensorFlow does otherwise in a `CallScope`, where variables have values that are tensors like others.
+"""Functions of TensorFlow that act otherwise in a `CallScope`, where variables have values that are tensors.
 
 A tape records what is computed from variables, a `tf.function` keeps what its first call has found, and a custom
 gradient gives gradients to its arguments and to variables. None of the three knows the values of a scope by itself.

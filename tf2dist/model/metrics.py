@@ -42,16 +42,16 @@ class Metrics:
 
     @property
     def place_of_loss(self) -> int:
-        """That of the sum of the losses among these numbers."""
+        """The place of the sum of the losses among these numbers."""
         total, places = self.loss_tracker.variables[0], np.cumsum([0, *self._sizes])
         return int(next(p for v, p in zip(self.variables, places, strict=False) if v is total))
 
     def zeros(self) -> list[tf.Tensor]:
-        """What the variables hold before the first example."""
+        """The values of the variables before the first example."""
         return [tf.zeros(v.shape, v.dtype) for v in self.variables]
 
     def changes(self, scope: keras.StatelessScope, share: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """What has been added in a scope that began with `zeros`: float32 vectors of `size` numbers together.
+        """The changes in a scope that began with `zeros`: float32 vectors of `size` numbers together.
 
         Args:
             share: the part of the whole step's batch that was seen here; None if it was all of it.
@@ -82,7 +82,7 @@ class Metrics:
 
 
 class LoggedMetrics(Metrics):
-    """What a step of the model's own returns: the results of metrics, and numbers, of which the mean is taken.
+    """Results of a step of the model's own: those of metrics, and numbers, of which the mean is taken.
 
     Args:
         logged: for each name that the step returns: the metric whose result it is, and the name of it if the metric
@@ -102,7 +102,7 @@ class LoggedMetrics(Metrics):
             self.size += len(self.numbers) + 1  # and of how many batches these are
 
     def changes_by(self, logs: dict[str, Any], share: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """What `logs` add to the sums, after `changes`; `share`: as there."""
+        """The numbers that `logs` add to the sums, after `changes`; `share`: as there."""
         if not self.numbers:
             return []
         numbers = tf.stack([*(tf.cast(logs[name], tf.float32) for name in self.numbers), tf.ones([])])

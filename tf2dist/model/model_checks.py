@@ -109,7 +109,7 @@ def check_batches(name: str, step: Step, splits: Splits, gathers: bool = True) -
 
 
 def _check_changes(name: str, changes: list[StateChange], gathers: bool) -> str:
-    """See `check_batches`, for the state."""
+    """Refuses changes of the state, as `check_batches` does."""
     # A moving average of what is no mean goes on from the mean of the workers' values, as that of a variance does in
     # BatchNormalization. Of largest values, queues or last examples a mean is none of them.
     others = [change for change in changes if change.dependence is Dependence.NEITHER]
@@ -128,7 +128,7 @@ def _check_changes(name: str, changes: list[StateChange], gathers: bool) -> str:
 
 
 class Advice(NamedTuple):
-    """What the user should know of a model before it is trained; each is empty if there is nothing.
+    """Advice on a model before it is trained; each text is empty if there is nothing to say.
 
     Attributes:
         warning: asks for a change.
@@ -140,7 +140,7 @@ class Advice(NamedTuple):
 
 
 def advice_on(step: Step, optimizer: keras.Optimizer, note: str) -> Advice:
-    """What is to be said of a model and its optimizer.
+    """Advice on a model and its optimizer.
 
     Args:
         note: what is known already.
@@ -168,7 +168,7 @@ def advice_on_outputs(step: Step) -> str:
 
 
 def note_on_phases(step: Step) -> str:
-    """What differs from Keras, with mode=async, in a step that reads what it has updated; empty if nothing does."""
+    """Difference from Keras, with mode=async, in a step that reads what it has updated; empty if nothing does."""
     if not isinstance(step, OwnStep) or not step.is_in_phases:
         return ""
     return (
@@ -178,7 +178,7 @@ def note_on_phases(step: Step) -> str:
 
 
 def note_on_numbers(step: Step) -> str:
-    """What differs from Keras in the numbers that a step of the model's own returns; empty if nothing does."""
+    """Difference from Keras in the numbers that a step of the model's own returns; empty if nothing does."""
     if not isinstance(step, OwnStep):
         return ""
     names = dict.fromkeys([*step.metrics.numbers, *step.evaluated.numbers])
@@ -191,7 +191,7 @@ def note_on_numbers(step: Step) -> str:
 
 
 def note_on_lookups(step: Step, optimizer: keras.Optimizer) -> str:
-    """What differs from Keras on TensorFlow for rows that a batch looks up twice; empty if nothing does."""
+    """Difference from Keras on TensorFlow for rows that a batch looks up twice; empty if nothing does."""
     # On TensorFlow Keras' gradient of a table is sparse, with an entry for each look-up; the packed one is dense. For
     # an update that is linear in the gradient, as SGD's is, that is the same.
     groups = groups_of(optimizer, step.trainable)
@@ -207,7 +207,7 @@ def note_on_lookups(step: Step, optimizer: keras.Optimizer) -> str:
 
 
 def note_on_first_values(optimizer: keras.Optimizer) -> str:
-    """What differs from `keras.Model.fit` in an optimizer that begins with the weights; empty if nothing does."""
+    """Difference from `keras.Model.fit` in an optimizer that begins with the weights; empty if nothing does."""
     # `fit` builds the optimizer inside the graph of its steps. There the assignment of the weights to the sequence that
     # is updated is a part of each step.
     if keras.optimizers.ScheduleFreeAdamW not in map(type, inner_optimizers(optimizer)):

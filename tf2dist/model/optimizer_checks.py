@@ -1,4 +1,4 @@
-"""What an optimizer cannot do here, refused before anything starts."""
+"""Checks of optimizers before anything starts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,9 +44,6 @@ def prepare_choice(
 
     Args:
         named: see `choose_by_path`; None for `variables`.
-
-    Raises:
-        ConfigError: it gives no optimizer for a variable, or one that cannot be used here.
     """
     check_optimizer(name, optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

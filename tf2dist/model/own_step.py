@@ -46,9 +46,6 @@ class OwnStep(Step):
     Args:
         name: of the model, for messages.
         tested: the layout of what is evaluated; None if there is nothing, so that no `test_step` is needed.
-
-    Raises:
-        ConfigError: the methods do what cannot be done here.
     """
 
     metrics: LoggedMetrics
@@ -204,7 +201,7 @@ class OwnStep(Step):
             raise ConfigError(f"reads {read[0].path} of its optimizer, which the tasks keep elsewhere; leave that out")
 
     def _trace_evaluation(self, layout: Layout) -> LoggedMetrics:
-        """What `test_step` returns."""
+        """The metrics that `test_step` returns."""
         logged: list[LoggedMetrics] = []
 
         def call(leaves: list[tf.Tensor]) -> None:
@@ -260,9 +257,6 @@ def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) 
 
     Returns:
         The variables that the step of Keras trains, by id.
-
-    Raises:
-        ConfigError: a step fails.
     """
     graded: dict[int, keras.Variable] = {}
     prepare_process()
@@ -295,7 +289,7 @@ def _data(layout: Layout, leaves: list[tf.Tensor]) -> Any:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
-    """Those among the attributes of a model, also in lists and dicts."""
+    """The optimizers among the attributes of a model, also in lists and dicts."""
     found: dict[int, keras.Optimizer] = {}
     queue = list(vars(model).values())
     while queue:
@@ -316,7 +310,7 @@ def _counts(model: keras.Model) -> dict[str, Any]:
 
 
 def _logged(logs: Any, results: Results) -> dict[str, tuple[keras.metrics.Metric, str] | None]:
-    """Of what a step returns: see `LoggedMetrics`."""
+    """The sources of what a step returns, by name; see `LoggedMetrics`."""
     if not isinstance(logs, dict):
         raise ConfigError(f"returns {kind_of(logs)}, and must return a dict of metrics by name")
     logged = {}
@@ -337,7 +331,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """What a step returns, with what stands in dicts of its own, as Keras takes it."""
+    """The values that a step returns, with those in dicts of its own, as Keras takes them."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         flat.update(_flat(value) if isinstance(value, dict) else {name: value})

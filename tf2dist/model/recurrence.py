@@ -151,7 +151,7 @@ def _rest(tensor: tf.Tensor, shares: dict[str, float], rests: dict[str, tf.Tenso
 
 
 def _combined(tensor: tf.Tensor, rests: list[tf.Tensor | None]) -> tf.Tensor | None:
-    """What the operation of this tensor makes of these inputs instead of its own; None stands for 0."""
+    """The result of a tensor's operation for these inputs instead of its own; None stands for 0."""
     kind, first, last = tensor.op.type, rests[0], rests[-1]
     if kind == "Sub" and last is not None:  # not by its negative, which unsigned numbers have none of
         return (tf.zeros_like(last) if first is None else first) - last

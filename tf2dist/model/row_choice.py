@@ -21,9 +21,6 @@ def choose_tables(name: str, step: Step, optimizer: keras.Optimizer, options: di
         optimizer: with the settings of the run.
         options: of the optimizer.
         why_not: what keeps tables from travelling by rows in this run; empty for nothing.
-
-    Raises:
-        ConfigError: the optimizer cannot update rows as asked.
     """
     lazily = options.get(LAZY_ROWS, False)
     tables = step.lookups.find(step.trainable)

@@ -1,4 +1,4 @@
-"""What Keras has saved of a model."""
+"""Models that Keras has saved."""
 
 import json
 import zipfile

@@ -177,7 +177,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         self._recording = [one for one in self._recording if one is not tape]
 
     def differentiated(self, derive: Callable[..., Any], tape: tf.GradientTape, target: Any, sources: Any) -> Any:
-        """What `derive(target, sources)` gives for each source; of a variable the sum over its values on the tape."""
+        """The results of `derive(target, sources)` for each source; of a variable the sum over its values on tape."""
         _, values = self._watched.get(id(tape), (tape, {}))
         flat = tf.nest.flatten(sources)
         parts = derive(
@@ -228,12 +228,12 @@ def building() -> Iterator[dict[int, keras.Variable]]:
 
 
 def current_build() -> dict[int, keras.Variable] | None:
-    """What `building` yields in the block that this thread is in."""
+    """The dict that `building` yields in the block that this thread is in."""
     return getattr(_current, "build", None)
 
 
 class Update(NamedTuple):
-    """What an optimizer is asked to apply; variables without a gradient are left out, as Keras leaves them out.
+    """An update that an optimizer is asked to apply; variables without a gradient are left out, as in Keras.
 
     Attributes:
         gradients: dense, one for each of `variables`, without the optimizer's scale of the loss.

@@ -61,7 +61,7 @@ MakeOptimizer = Callable[[int], keras.Optimizer]  # of the number of updates in 
 
 
 class Source(Protocol):
-    """What is trained; every task's process builds it for itself.
+    """A model with its data; every task's process builds it for itself.
 
     Attributes:
         name: of the model, for messages.
@@ -79,7 +79,7 @@ class Source(Protocol):
 
 
 class RegisteredSource:
-    """What the options `model` and `data` name."""
+    """The model and the data that the options `model` and `data` name."""
 
     plan: EpochPlan | None = None
 
@@ -97,11 +97,7 @@ class RegisteredSource:
 def build_step(
     source: Source, splits: Splits, config: RunConfig, scope: AbstractContextManager[Any]
 ) -> tuple[Step, MakeOptimizer]:
-    """Builds the model within `scope`, which places its variables, and checks what the trace of a step shows.
-
-    Raises:
-        ConfigError: unknown name or argument, or the model does not fit the data.
-    """
+    """Builds the model within `scope`, which places its variables, and checks what the trace of a step shows."""
     with scope:
         model = built_model(source, splits, config.seed)
         if has_own_step(model):
@@ -133,7 +129,7 @@ def build_step(
 
 
 def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple[Step, MakeOptimizer]:
-    """As `build_step`, for a model that has its own steps."""
+    """Builds the step of a model that has its own steps; see `build_step`."""
     step = OwnStep(model, splits.layout, source.name, _tested(splits))
     support.check_step(support.ALL, source.name, step)
     _take_earlier(step, step.optimizer)
@@ -148,11 +144,7 @@ def _take_earlier(step: Step, optimizer: keras.Optimizer) -> None:
 
 
 def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
-    """A model that has all its variables; the same seed gives the same weights everywhere.
-
-    Raises:
-        ConfigError: it is no model that can be trained here.
-    """
+    """A model that has all its variables; the same seed gives the same weights everywhere."""
     # Seeds Python and numpy, too, since a builder may draw its weights from those.
     keras.utils.set_random_seed(seed)
     model = source.build(splits)
@@ -175,9 +167,6 @@ def make_variables(model: keras.Model, name: str, layout: Layout, tested: Layout
         name: of the model, for messages.
         layout: of the data.
         tested: the layout of what is evaluated; None if there is nothing.
-
-    Raises:
-        ConfigError: it is no model that can be trained here, or it does not fit the data.
     """
     with naming(f"model ({name})"):
         model_checks.check_model(model)
@@ -218,11 +207,7 @@ def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callab
 def compile_classifier(
     name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | str
 ) -> None:
-    """Compiles a model that gives the logits of classes.
-
-    Raises:
-        ConfigError: the data has no classes.
-    """
+    """Compiles a model that gives the logits of classes."""
     if num_classes is None:
         raise ConfigError(f"model ({name}): is not compiled, and the data has no classes; compile it with its loss")
     model.compile(
@@ -238,9 +223,6 @@ def copies_of(optimizer: keras.Optimizer, trainable: list[keras.Variable], name:
     Args:
         trainable: the variables that it trains.
         name: of the model, for messages.
-
-    Raises:
-        ConfigError: it is of no kind that can be used here.
     """
     check_optimizer(name, optimizer)
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):

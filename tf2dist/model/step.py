@@ -27,7 +27,7 @@ Mapping = list[tuple[keras.Variable, tf.Tensor]]  # variables with the values th
 
 
 class StepOutput(NamedTuple):
-    """What one worker contributes to a step.
+    """The contribution of one worker to a step.
 
     Attributes:
         gradients: one for each trainable variable, of the worker's share of the loss.
@@ -131,7 +131,7 @@ class Step(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, leaves: list[tf.Tensor], training: bool, number: int = 0) -> list[tf.Tensor]:
-        """What a batch gives, and what may be no mean over it, such as its loss.
+        """The results of a batch that may be no mean over it, such as its loss.
 
         Args:
             number: of the step whose random numbers are drawn.
@@ -171,15 +171,15 @@ class Step(abc.ABC):
 
     @property
     def tables(self) -> list[keras.Variable]:
-        """Those trainable variables of which a step takes rows in the place of their values."""
+        """The trainable variables of which a step takes rows in the place of their values."""
         return self.lookups.tables
 
     def all_variables(self) -> list[keras.Variable]:
-        """Of the model and its metrics."""
+        """The variables of the model and its metrics."""
         return [*self.trainable, *self.others, *self.metrics.variables]
 
     def values(self, ids: Sequence[tf.Tensor] = ()) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """What the trainable variables and the state hold now.
+        """The present values of the trainable variables and of the state.
 
         Args:
             ids: the rows of `tables` that are read in their places; see `Lookups`.
@@ -269,7 +269,7 @@ class Step(abc.ABC):
 
 
 def changes(scope: CallScope, mapping: Mapping, variables: list[keras.Variable]) -> list[NewValue]:
-    """The new values of those of some variables to which a call has given other ones than `mapping` has."""
+    """The new values of those variables to which a call has given other ones than `mapping` has."""
     old = {id(variable): value for variable, value in mapping}
     values = [(v, scope.state_mapping[id(v)], old[id(v)]) for v in variables]
     return [(v, new, before) for v, new, before in values if new is not before]

@@ -36,7 +36,7 @@ MAX_ROWS = 2**31 - 1  # of a table: ids travel as int32
 
 
 class Lookups(NamedTuple):
-    """What a batch looks up, one tensor for each table.
+    """The look-ups of a batch, one tensor for each table.
 
     Attributes:
         ids: of the rows, int32 [n], each once, in the order in which they are first looked up.
@@ -155,7 +155,7 @@ Call = Callable[[list[tf.Tensor], list[tf.Tensor]], Any]  # of the model, with v
 
 
 class LookupTrace:
-    """What a call of the model looks up in tables, found by tracing it.
+    """The look-ups of a call of the model in tables, found by tracing it.
 
     Attributes:
         read_whole: the ids of those tables that the call does not only look up, or whose rows depend on other values
@@ -283,11 +283,7 @@ class TableLookups:
         return self._traces[key](leaves)
 
     def num_lookups(self, batch_size: int) -> list[int]:
-        """How many rows of each of `tables` a training batch looks up.
-
-        Raises:
-            ConfigError: that depends on the values in the batch.
-        """
+        """How many rows of each of `tables` a training batch looks up."""
         if not self.tables:
             return []
         numbers = self._trace(self._layers, True, self._layout, batch_size).num_lookups

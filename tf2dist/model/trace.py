@@ -1,4 +1,4 @@
-"""What a call of a model shows when it is traced."""
+"""Properties of a call of a model that show when it is traced."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from tf2dist.model.shards import keras_variable, parts_of
 
 
 class Trace(NamedTuple):
-    """What a call of the model in training shows when it is traced, without being run.
+    """Properties of a call of the model in training, which is traced and not run.
 
     Attributes:
         assigned: the trainable variables that the call assigns.

@@ -1,4 +1,4 @@
-"""What stands in a Keras variable in place of a `tf.Variable` if its value does not lie in one of its own.
+"""Values of Keras variables that do not lie in a `tf.Variable` of their own.
 
 TensorFlow's own `ShardedVariable` cannot: it is not public, has no `numpy`, and Keras takes it for a tensor.
 """
