@@ -63,7 +63,7 @@ from tf2dist.tf_internals.tensorflow import (
     as_one_node,
     attribute,
     body_of,
-    lack,
+    missing_api,
     module_of,
     outside_strategies,
     this_context,
@@ -319,7 +319,7 @@ def _autograph_names_its_files() -> bool:
 
 def _unused_modules_are_there() -> bool:
     if lacking := [name for name in UNUSED_MODULES if not importlib.util.find_spec(name)]:
-        raise lack(keras, " and no ".join(lacking))
+        raise missing_api(keras, " and no ".join(lacking))
     return True
 
 
@@ -331,7 +331,7 @@ def _variables_are_read() -> bool:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             left = {name for name in left if content.find(name.encode()) < 0}
     if left:
-        raise lack(tf, " and no ".join(sorted(left)))
+        raise missing_api(tf, " and no ".join(sorted(left)))
     return True
 
 
@@ -356,7 +356,7 @@ def _settings_in_keras() -> dict[str, Any]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if (module.backend(), module.is_nnx_enabled()) != ("tensorflow", False):
-        raise lack(keras, "KERAS_BACKEND and no KERAS_NNX_ENABLED")
+        raise missing_api(keras, "KERAS_BACKEND and no KERAS_NNX_ENABLED")
     return {name: getattr(module, name)() for name in KERAS_DEFAULTS}
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tf2dist.tf_internals.tensorflow import attribute, lack, module_of
+from tf2dist.tf_internals.tensorflow import attribute, missing_api, module_of
 
 # The variables that every optimizer has, by name; and a variable without a name, which Keras numbers by how many it has
 # made before in this process.
@@ -43,7 +43,7 @@ def _variables(optimizer: keras.Optimizer, name: str) -> list[keras.Variable]:
     variables: list[keras.Variable] = attribute(keras, optimizer, name, list)
     # A list of something else, such as of names, would pass the check of its type.
     if not all(isinstance(variable, keras.Variable) for variable in variables):
-        raise lack(keras, f"{type(optimizer).__name__}.{name}")
+        raise missing_api(keras, f"{type(optimizer).__name__}.{name}")
     return variables
 
 

@@ -26,8 +26,8 @@ from tf2dist.tf_internals.tensorflow import (
     CUSTOM_GRADIENT,
     REPLACED,
     keep_threads_from_spinning,
-    lack,
     limit_gpu_memory,
+    missing_api,
     module_of,
     optimize_graphs_for_cpus,
     publish_functions,
@@ -41,15 +41,15 @@ def missing(probes: Mapping[tuple[Any, str], Callable[[], bool]] | None = None) 
 
     Creates variables and graphs, which initializes the devices: best called in a process of its own.
     """
-    lacks = []
+    missing = []
     for (package, name), works in (PROBES if probes is None else probes).items():
         try:
             if not works():
-                lacks.append(str(lack(package, name)))
+                missing.append(str(missing_api(package, name)))
         except Exception as error:  # a change in a library may show as an error of any type, from inside of it
-            lacks.append(str(error if isinstance(error, InstallationError) else lack(package, name)))
+            missing.append(str(error if isinstance(error, InstallationError) else missing_api(package, name)))
     # Several probes may fail for the same reason, such as a module that has moved.
-    return list(dict.fromkeys(lacks))
+    return list(dict.fromkeys(missing))
 
 
 def _context_is_configured() -> bool:

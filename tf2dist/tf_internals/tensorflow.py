@@ -41,7 +41,7 @@ def attribute(package: Any, owner: Any, name: str, kind: Any) -> Any:
     value = getattr(owner, name, ABSENT)
     # A name that stays while its meaning changes would do more harm than one that is gone: nothing would fail.
     if value is ABSENT or not isinstance(value, kind):
-        raise lack(package, f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+        raise missing_api(package, f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
     return value
 
 
@@ -51,10 +51,10 @@ def relying_on(package: Any, name: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise lack(package, name) from error
+        raise missing_api(package, name) from error
 
 
-def lack(package: Any, name: str) -> InstallationError:
+def missing_api(package: Any, name: str) -> InstallationError:
     """The error for a private name that has moved."""
     tested = ""
     # The requirements are those of the installed distribution; a bare copy of the sources has none.

@@ -49,7 +49,7 @@ def test_nothing_is_missing() -> None:
     assert tf_internals.missing(probes.PROBES) == []
 
 
-class Lack(NamedTuple):
+class MissingApi(NamedTuple):
     """What breaks when a private name moves.
 
     Attributes:
@@ -68,33 +68,33 @@ class Lack(NamedTuple):
         return f"{self.name}: {self.breaks}"
 
 
-LACKS = [
-    Lack(
+MISSING = [
+    MissingApi(
         "idle tasks would spin on the cores that others need",
         context.Context,
         "_config",
         tf_internals.keep_threads_from_spinning,
     ),
-    Lack(
+    MissingApi(
         "the first worker would wait an hour for the others",
         lambda: context.Context,
         "configure_coordination_service",
         lambda _: tf_internals.use_coordination_service(*SERVICE, context.Context()),
     ),
-    Lack(
+    MissingApi(
         "the first worker would wait an hour for the others",
         lambda: context.Context,
         "coordination_service",
         lambda _: tf_internals.use_coordination_service(*SERVICE, context.Context()),
     ),
-    Lack(
+    MissingApi(
         "a worker that is done would exit while the others are in the middle of a step",
         lambda: context.Context,
         "wait_at_barrier",
         lambda _: tf_internals.wait_at_barrier("end", 1.0),
     ),
     *(
-        Lack(
+        MissingApi(
             "a worker could not come back until all are there",
             owner,
             name,
@@ -107,148 +107,158 @@ LACKS = [
             (lambda: HANDLER(None, None), "_error_from_recovery"),
         )
     ),
-    Lack(
+    MissingApi(
         "a model that updates one network before the other could not be trained synchronously",
         lambda: tf.Graph,
         "_distribution_strategy_stack",
         lambda graph: tf_internals.outside_strategies(graph()).__enter__(),
     ),
-    Lack(
+    MissingApi(
         "a function in a model would keep the tensors of another step",
         lambda: tf.function(lambda: None),
         "_autograph",
         tf_internals.body_of,
     ),
-    Lack(
+    MissingApi(
         "a tape that watches some variables would have gradients for all",
         tf.GradientTape,
         "_watch_accessed_variables",
         tf_internals.watches_variables,
     ),
-    Lack(
+    MissingApi(
         "what keras.remat computes a second time would not be trained",
         lambda: custom_gradient,
         "_graph_mode_decorator",
         lambda _: tf_internals.replace_custom_gradients(print),
     ),
-    Lack(
+    MissingApi(
         "workers could not read their own examples",
         lambda: script_ops,
         "_py_funcs",
         lambda _: tf_internals.publish_functions({}),
     ),
-    Lack(
+    MissingApi(
         "workers could not read their own examples",
         lambda: script_ops._py_funcs,
         "_funcs",
         lambda _: tf_internals.publish_functions({}),
     ),
-    Lack(
+    MissingApi(
         "a checkpoint could not name the optimizer's variables",
         built_optimizer,
         "_trainable_variables",
         tf_internals.trained_variables,
     ),
-    Lack("concurrent updates of Adam would interleave on a ps", built_optimizer, "_momentums", tf_internals.momentums),
-    Lack(
+    MissingApi(
+        "concurrent updates of Adam would interleave on a ps", built_optimizer, "_momentums", tf_internals.momentums
+    ),
+    MissingApi(
         "concurrent updates of Adam would interleave on a ps", built_optimizer, "_velocities", tf_internals.velocities
     ),
-    Lack(
+    MissingApi(
         "a fused kernel would not find the slots of a weight",
         lambda: BASE_OPTIMIZER,
         "_get_variable_index",
         lambda _: tf_internals.place_of(built_optimizer(), None),
     ),
-    Lack(
+    MissingApi(
         "Adam's bias correction would follow a wrong number of updates",
         built_optimizer,
         "_iterations",
         lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0)),
     ),
-    Lack("the optimizer of a resumed run would begin at 0", built_optimizer, "_iterations", tf_internals.counter_of),
-    Lack("the reported learning rate would be wrong", built_optimizer, "_learning_rate", tf_internals.learning_rate_of),
-    Lack("a schedule of the user's own could not be copied", built_optimizer, "_learning_rate", tf_internals.config_of),
-    Lack(
+    MissingApi(
+        "the optimizer of a resumed run would begin at 0", built_optimizer, "_iterations", tf_internals.counter_of
+    ),
+    MissingApi(
+        "the reported learning rate would be wrong", built_optimizer, "_learning_rate", tf_internals.learning_rate_of
+    ),
+    MissingApi(
+        "a schedule of the user's own could not be copied", built_optimizer, "_learning_rate", tf_internals.config_of
+    ),
+    MissingApi(
         "weights that are excluded from the decay would decay",
         lambda: BASE_OPTIMIZER,
         "_use_weight_decay",
         lambda _: tf_internals.undecayed(built_optimizer(), [keras.Variable(0.0)]),
     ),
-    Lack(
+    MissingApi(
         "a layer would be trained by the optimizer of another",
         several_optimizers,
         "_optimizer_map",
         lambda optimizer: tf_internals.groups_of(optimizer, [keras.Variable(0.0)]),
     ),
-    Lack(
+    MissingApi(
         "a layer would be trained by the optimizer of another",
         lambda: several_optimizers(keras.Variable(0.0)),
         "_var_to_optimizer_idx",
         lambda optimizer: tf_internals.groups_of(optimizer, tf_internals.trained_variables(optimizer)),
     ),
-    Lack(
+    MissingApi(
         "a model that was trained before could not be built with cut variables",
         lambda: tf.Variable([0.0]),
         "_distribute_strategy",
         lambda part: tf_internals.PartitionedVariable([part])._distribute_strategy,
     ),
-    Lack("each update would read the learning rate", built_optimizer, "_learning_rate", tf_internals.fix_learning_rate),
-    Lack(
+    MissingApi(
+        "each update would read the learning rate", built_optimizer, "_learning_rate", tf_internals.fix_learning_rate
+    ),
+    MissingApi(
         "stale updates would count as much as others",
         lambda: BASE_OPTIMIZER,
         "_get_current_learning_rate",
         lambda _: tf_internals.scale_learning_rate(built_optimizer(), lambda: 0.5),
     ),
-    Lack(
+    MissingApi(
         "a loss that is one number for a batch would count several times",
         lambda: loss,
         "scale_loss_for_distribution",
         lambda _: tf_internals.leave_losses_unscaled(),
     ),
-    Lack(
+    MissingApi(
         "synchronized layers would be overlooked",
         lambda: (shared_random_model(), keras.Layer)[1],
         "_flatten_layers",
         lambda _: tf_internals.layers_of(shared_random_model()),
     ),
-    Lack(
+    MissingApi(
         "dropout would drop the same units on every worker, or fail",
         random_model,
         "_seed_generators",
         tf_internals.seeds_of,
     ),
-    Lack(
+    MissingApi(
         "the metrics would have no variables to sum",
         lambda: TRAINER,
         "_symbolic_build",
         lambda _: tf_internals.build_metrics(compiled_model(), (BATCH[0], list(BATCH[1:]), None)),
     ),
-    Lack(
+    MissingApi(
         "a compute_loss without the argument training would be refused",
         lambda: TRAINER,
         "_compute_loss",
         lambda _: tf_internals.compute_loss(keras.Sequential(), None, None, None, None, training=True),
     ),
-    Lack("the loss would not be averaged", model_with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
-    Lack(
+    MissingApi("the loss would not be averaged", model_with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    MissingApi(
         "losses that cannot be split among workers would be accepted",
         model_with_metrics,
         "_compile_loss",
         tf_internals.losses_of,
     ),
-    Lack(
+    MissingApi(
         "the losses of single outputs would be averaged wrongly",
         model_with_metrics,
         "_compile_loss",
         tf_internals.output_trackers_of,
     ),
-    Lack(
+    MissingApi(
         "losses that cannot be split among workers would be accepted",
         lambda: model_with_metrics()._compile_loss,
         "_flat_losses",
         lambda loss: tf_internals.losses_of(SimpleNamespace(_compile_loss=loss)),
     ),
-    Lack(
+    MissingApi(
         "the caller's model and those of its tasks would have different names",
         lambda: global_state,
         "get_global_attribute",
@@ -257,16 +267,16 @@ LACKS = [
 ]
 
 
-@pytest.mark.parametrize("lack", LACKS, ids=str)
-def test_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch, lack: Lack) -> None:
-    owner = lack.owner()
+@pytest.mark.parametrize("missing", MISSING, ids=str)
+def test_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch, missing: MissingApi) -> None:
+    owner = missing.owner()
     package = keras if "keras" in str(getattr(owner, "__module__", owner)) else tf
-    monkeypatch.delattr(owner, lack.name)
+    monkeypatch.delattr(owner, missing.name)
     with pytest.raises(InstallationError) as error:
-        lack.use(owner)
+        missing.use(owner)
     told = str(error.value)
     assert told.startswith(f"{package.__name__} {package.__version__}: has no "), told
-    assert f".{lack.name} of the kind that tf2dist uses; install {package.__name__}<" in told
+    assert f".{missing.name} of the kind that tf2dist uses; install {package.__name__}<" in told
     assert error.value.exit_code == 2
 
 
