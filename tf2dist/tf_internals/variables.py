@@ -14,7 +14,7 @@ import tensorflow as tf
 from tf2dist.tf_internals.tensorflow import attribute
 
 
-class StandIn:
+class ProxyVariable:
     """A variable that can be read and assigned as any other.
 
     Attributes:
@@ -31,7 +31,7 @@ class StandIn:
     def read_value(self) -> tf.Tensor:
         raise NotImplementedError
 
-    def assign(self, value: Any) -> "StandIn":
+    def assign(self, value: Any) -> "ProxyVariable":
         """Sets the value from an array or a tensor."""
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class StandIn:
 
 
 def _operator(name: str) -> Any:
-    def operator(self: StandIn, *others: Any) -> Any:
+    def operator(self: ProxyVariable, *others: Any) -> Any:
         return getattr(self.read_value(), name)(*others)
 
     return operator
@@ -54,10 +54,10 @@ def _operator(name: str) -> Any:
 
 # Python looks for these on the class alone. Two variables are still equal only if they are the same.
 for each in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
-    setattr(StandIn, each, _operator(each))
+    setattr(ProxyVariable, each, _operator(each))
 
 
-class PartitionedVariable(StandIn):
+class PartitionedVariable(ProxyVariable):
     """A variable that is cut along its first axis, and lies on no single device.
 
     Attributes:
@@ -71,7 +71,7 @@ class PartitionedVariable(StandIn):
 
     device = ""
 
-    def __init__(self, parts: Sequence[tf.Variable | StandIn], interleaves: bool = False) -> None:
+    def __init__(self, parts: Sequence[tf.Variable | ProxyVariable], interleaves: bool = False) -> None:
         self.parts, self.interleaves = list(parts), interleaves
         self.variables: list[keras.Variable] | None = None
         sizes = [int(part.shape[0]) for part in self.parts]
@@ -117,7 +117,7 @@ class PartitionedVariable(StandIn):
         return self
 
 
-class View(StandIn):
+class View(ProxyVariable):
     """A variable that lies in a vector with others.
 
     Args:
@@ -145,7 +145,7 @@ class View(StandIn):
         return self
 
 
-class Rows(StandIn):
+class Rows(ProxyVariable):
     """Some rows of a variable, which are read once, and written by `write`; the other rows are not touched.
 
     Args:
