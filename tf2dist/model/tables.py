@@ -136,7 +136,7 @@ class RowReader:
         return tf.ensure_shape(tf.gather(rows, tf.reshape(own, tf.shape(ids))), [*ids.shape, table.shape[1]])
 
 
-class _AllFound(BaseException):
+class _StopTracing(BaseException):
     """Ends a call of the model; no `Exception`, which Keras would wrap in others."""
 
 
@@ -199,7 +199,7 @@ class LookupTrace:
         def read(table: keras.Variable, wanted: tf.Tensor) -> tf.Tensor:
             ids[id(table)].append(tf.reshape(tf.cast(checked(wanted, table.shape[0]), tf.int32), [-1]))
             if sum(map(len, ids.values())) == self._num_calls:
-                raise _AllFound
+                raise _StopTracing
             unknown.append(tf.compat.v1.placeholder(table.dtype, [*wanted.shape, table.shape[1]]))
             return unknown[-1]
 
@@ -207,7 +207,7 @@ class LookupTrace:
         with reading([layer for shared in self._layers.values() for layer in shared], read):
             try:
                 self._call(values, list(leaves))
-            except _AllFound:
+            except _StopTracing:
                 pass
             except _TakesGradients:
                 takes_gradients = True
