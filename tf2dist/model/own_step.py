@@ -59,7 +59,7 @@ class OwnStep(Step):
         self._graded = build(model, layout, name, tested)
         self.divide_variables(list(model.trainable_variables))
         self.metrics = self.evaluated = LoggedMetrics(model, {}, set())
-        with _told_of(name, "train_step"):
+        with _naming_method(name, "train_step"):
             trace = self.traced(self._run)
             self._check_optimizers(trace)
         self.evaluated = self._trace_evaluation(tested) if tested else self.metrics
@@ -212,7 +212,7 @@ class OwnStep(Step):
                 raise ConfigError("applies an optimizer")
             logged.append(LoggedMetrics(self.model, returned, set()))
 
-        with _told_of(self._name, "test_step"):
+        with _naming_method(self._name, "test_step"):
             tf.function(call, autograph=False).get_concrete_function(layout.batched(None))
         return logged[-1]
 
@@ -265,7 +265,7 @@ def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) 
         if batch is None:
             continue
         before = _counts(model)
-        with _told_of(name, method), building() as given:
+        with _naming_method(name, method), building() as given:
             _traced(getattr(model, method), batch)
             if changed := [key for key, value in _counts(model).items() if before.get(key, value) != value]:
                 raise ConfigError(
@@ -364,7 +364,7 @@ def _recorded(metrics: list[keras.metrics.Metric]) -> Iterator[Results]:
 
 
 @contextmanager
-def _told_of(name: str, method: str) -> Iterator[None]:
+def _naming_method(name: str, method: str) -> Iterator[None]:
     """Errors of a method of the user's model are told with its name and that of the model."""
     with naming(f"model ({name})"):
         try:
