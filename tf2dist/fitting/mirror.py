@@ -13,8 +13,7 @@ from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
-from tf2dist.model.step import OUTSIDE, generators
-from tf2dist.model.trace import read_directly
+from tf2dist.model.step import OUTSIDE, generators, read_directly
 from tf2dist.tf_internals import (
     build_metrics,
     config_of,

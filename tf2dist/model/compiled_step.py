@@ -9,10 +9,9 @@ import keras
 import tensorflow as tf
 
 from tf2dist.data.arrays import Layout, leaves_of
-from tf2dist.model.gradients import is_zero
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import reached_from
-from tf2dist.model.scopes import CallScope, inlining, recording
+from tf2dist.model.scopes import CallScope, inlining, is_zero, recording
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Mapping, Step, StepOutput
 from tf2dist.model.tables import LookupScope, TableLookups

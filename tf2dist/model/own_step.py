@@ -10,15 +10,13 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, naming, reason_of, users_location
-from tf2dist.model.gradients import WAY_OUT, is_zero
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.recurrence import reached_from
-from tf2dist.model.scopes import TrainScope, Update, building, intercept_updates
-from tf2dist.model.step import Mapping, Step, StepOutput, changes
+from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
+from tf2dist.model.step import Mapping, Step, StepOutput, Trace, changes
 from tf2dist.model.tables import TableLookups
-from tf2dist.model.trace import Trace
 from tf2dist.tf_internals import counter_of, groups_of, inner_optimizers
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it

@@ -14,9 +14,8 @@ from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.model.scopes import CallScope
-from tf2dist.model.shards import read_rows
+from tf2dist.model.shards import keras_variable, parts_of, read_rows
 from tf2dist.model.tables import TableLookups
-from tf2dist.model.trace import Trace
 from tf2dist.tf_internals import own_layers_of_keras, seeds_of
 
 OUTSIDE = "outside/"  # the names of variables that are not the model's begin so
@@ -43,6 +42,43 @@ class StepOutput(NamedTuple):
     state: list[tf.Tensor]
     sums: tf.Tensor
     weight: tf.Tensor
+
+
+class Trace(NamedTuple):
+    """Properties of a call of the model in training, which is traced and not run.
+
+    Attributes:
+        assigned: the trainable variables that the call assigns.
+        draws: how often the call draws from each of its random generators.
+        not_additive: the variables of metrics to which a step does more than add.
+        foreign: the paths of variables that the call assigns and that do not belong to the model.
+        outside: the variables that the call reads and that do not belong to the model.
+        bypassed: the paths of the model's variables that the call reads in another way than through Keras.
+        decays: of the state that the user's own layers change, by id: the factor of the old value, see `recurrence`.
+        from_batch: those of these variables whose change depends on the batch.
+        gathers: whether the call or a loss calls `tf2dist.gather`.
+    """
+
+    assigned: list[keras.Variable]
+    draws: list[int]
+    not_additive: list[keras.Variable]
+    foreign: list[str]
+    outside: list[keras.Variable]
+    bypassed: list[str]
+    decays: dict[int, float]
+    from_batch: list[keras.Variable]
+    gathers: bool
+
+    def note_direct_reads(self, traced: Any, known: Sequence[keras.Variable]) -> None:
+        """Notes what a call has read by TensorFlow and not through Keras.
+
+        Args:
+            traced: a `tf.types.experimental.ConcreteFunction` that has called the model.
+            known: the variables of the model.
+        """
+        paths = {id(part.value.handle): variable.path for variable in known for part in parts_of(variable)}
+        self.bypassed.extend(paths[id(tensor)] for tensor in traced.captured_inputs if id(tensor) in paths)
+        self.outside.extend(read_directly(traced, [*known, *self.outside]))
 
 
 class Step(abc.ABC):
@@ -273,6 +309,21 @@ def changes(scope: CallScope, mapping: Mapping, variables: list[keras.Variable])
     old = {id(variable): value for variable, value in mapping}
     values = [(v, scope.state_mapping[id(v)], old[id(v)]) for v in variables]
     return [(v, new, before) for v, new, before in values if new is not before]
+
+
+def read_directly(traced: Any, known: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """The variables of TensorFlow that a function reads and that Keras does not know, in the order of the first reads.
+
+    Args:
+        traced: the function, a `tf.types.experimental.ConcreteFunction`.
+        known: variables of Keras, which are left out.
+    """
+    of_known = {id(part.value.handle) for variable in known for part in parts_of(variable)}
+    # What a function reads it has as an argument more; its list of variables is in no order.
+    order = {id(tensor): number for number, tensor in enumerate(traced.captured_inputs)}
+    variables = [variable for variable in traced.variables if id(variable.handle) not in of_known]
+    variables.sort(key=lambda variable: order.get(id(variable.handle), len(order)))
+    return [keras_variable(variable) for variable in variables]
 
 
 def generators(model: keras.Model) -> dict[str, keras.Variable]:

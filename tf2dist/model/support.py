@@ -12,8 +12,8 @@ import keras
 from tf2dist.errors import ConfigError
 from tf2dist.model import features
 from tf2dist.model.features import Feature, Trained
-from tf2dist.model.gradients import WAY_OUT
 from tf2dist.model.own_step import OwnStep
+from tf2dist.model.scopes import WAY_OUT
 from tf2dist.model.step import Step
 
 
