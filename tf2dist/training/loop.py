@@ -19,7 +19,6 @@ import numpy as np
 
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Facts, Frozen, InputFacts, Snapshot
 from tf2dist.checkpoint.state import assign, finalize
-from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
@@ -28,7 +27,7 @@ from tf2dist.model.model_checks import advice_on
 from tf2dist.model.source import EpochPlan
 from tf2dist.tf_internals import set_learning_rates
 from tf2dist.training.hooks import CallbackEffects
-from tf2dist.training.setup import PreparedRun
+from tf2dist.training.setup import PreparedRun, TaskContext
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ class Loop(abc.ABC):
 
     Attributes:
         mode: the option.
-        cluster: with all tasks.
         leads: whether this task is the leader.
         earlier_updates: the updates that the optimizer had applied before this run.
         start: the snapshot that the run continues from, without the variables of the model and of the
@@ -112,13 +110,12 @@ class Loop(abc.ABC):
     """
 
     mode: str
-    cluster: Cluster
     leads: bool
     progress: Progress
 
-    def __init__(self, config: RunConfig, run: PreparedRun, report: Report) -> None:
+    def __init__(self, context: TaskContext, run: PreparedRun, report: Report) -> None:
         plan, values = run.plan, run.values
-        self.config, self.report, self.sizes = config, report, run.sizes
+        self.config, self.cluster, self.report, self.sizes = context.config, context.cluster, report, run.sizes
         self.sharding, self.target_step = plan.sharding, plan.target_step
         self.start = plan.start.without_variables() if plan.start else None
         self.step, self.model, self.metrics = run.step, run.step.model, run.step.metrics

@@ -58,16 +58,18 @@ class PsLoop(Loop):
     _origin: PsOrigin
     leads = True
 
-    def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
-        self.cluster, self._coordinator = cluster, run.coordinator
+    def __init__(self, context: TaskContext, run: PsRun, report: Report) -> None:
+        self._coordinator = run.coordinator
         self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
-        self.read_all = functools.cache(lambda: PackedRead(self.named, run.graphs.servers, self.by_row, config.run_dir))
         graphs, self._stream = run.graphs, run.graphs.splits.validation_stream
+        self.read_all = functools.cache(
+            lambda: PackedRead(self.named, graphs.servers, self.by_row, self.config.run_dir)
+        )
         self._evaluate_function = functools.cache(
             graphs.evaluate_stream_function if self._stream else graphs.evaluate_function
         )
-        super().__init__(config, run, report)
-        if not cluster.shares_host:  # there no function may be made during the training; see `async_setup`
+        super().__init__(context, run, report)
+        if not context.cluster.shares_host:  # there no function may be made during the training; see `async_setup`
             self._evaluate_function()
             self.read_all()
         self._changed_at = time.monotonic()  # when the workers were last seen to have made progress
@@ -85,8 +87,8 @@ class PsLoop(Loop):
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> "PsLoop":
-        config, cluster = context.config, context.cluster
-        return cls(config, cluster, prepare(cls.rule(config, cluster), context, start, strategy), report)
+        rule = cls.rule(context.config, context.cluster)
+        return cls(context, prepare(rule, context, start, strategy), report)
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied in the whole run; see `loop.Loop`."""
@@ -198,8 +200,8 @@ class AsyncLoop(PsLoop):
     _scheduler: AsyncScheduler
     _origin: AsyncOrigin
 
-    def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
-        super().__init__(config, cluster, run, report)
+    def __init__(self, context: TaskContext, run: PsRun, report: Report) -> None:
+        super().__init__(context, run, report)
         # What has been read from the counters so far.
         counts = self._origin.counts
         self.progress = Progress(

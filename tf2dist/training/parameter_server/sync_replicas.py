@@ -40,6 +40,7 @@ from tf2dist.training.parameter_server.sync_replicas_counters import (
 )
 from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer, FollowingServer
 from tf2dist.training.parameter_server.wire import Request, WireTensors
+from tf2dist.training.setup import TaskContext
 
 
 class SyncReplicasGraphs(PsGraphs):
@@ -227,8 +228,8 @@ class SyncReplicasLoop(PsLoop):
     _scheduler: SyncReplicasScheduler
     _origin: SyncReplicasOrigin
 
-    def __init__(self, config: RunConfig, cluster: Cluster, run: PsRun, report: Report) -> None:
-        super().__init__(config, cluster, run, report)
+    def __init__(self, context: TaskContext, run: PsRun, report: Report) -> None:
+        super().__init__(context, run, report)
         self._counts = self._graphs.deciding.counts()  # as they were read last
         self.progress = self._progress(math.nan)
 

@@ -11,10 +11,8 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot, Weights
 from tf2dist.checkpoint.state import input_facts, values
-from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import NumberedSteps
-from tf2dist.data.splits import Splits
 from tf2dist.model.evaluation import Evaluation, chunks
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals import counter_of
@@ -37,11 +35,12 @@ class SyncLoop(Loop):
 
     mode = "sync"
 
-    def __init__(self, config: RunConfig, run: SyncRun, splits: Splits, report: Report) -> None:
-        self.cluster, self._workers = run.workers.cluster, run.workers
+    def __init__(self, context: TaskContext, run: SyncRun, report: Report) -> None:
+        splits = context.splits
+        self._workers = run.workers
         self._splits, self._origin = splits, run.origin
         self._graphs, self._optimizer, self._feed = run.graphs, run.optimizer, run.feed
-        super().__init__(config, run, report)
+        super().__init__(context, run, report)
         self.leads = self._workers.index == 0
         self._counted = counter_of(self.optimizer)
         layout = splits.evaluated_layout or run.step.layout
@@ -61,7 +60,7 @@ class SyncLoop(Loop):
         strategy: tf.distribute.MultiWorkerMirroredStrategy,
     ) -> "SyncLoop":
         workers = Workers(context.cluster, context.task, strategy)
-        return cls(context.config, prepare(context, workers, start), context.splits, report)
+        return cls(context, prepare(context, workers, start), report)
 
     def _local_steps(self, step: int) -> tuple[int, ...]:
         return (step - self._origin.earlier_steps,) * self._workers.count
