@@ -35,6 +35,7 @@ def test_a_signal_that_is_repeated_at_once_is_the_same_request(pair: tuple[int, 
         for number in pair:
             os.kill(os.getpid(), number)
     assert stop.received == counted
+    assert (stop.signum, stop.is_urgent) == (counted[0], len(counted) > 1)
 
 
 def test_a_signal_that_is_repeated_later_is_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,7 @@ def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
         with Signals() as stop, stop.deferred():
             os.kill(os.getpid(), HUP)
             assert stop.received == []
+            assert (stop.signum, stop.is_urgent) == (0, False)
         assert signal.getsignal(HUP) == signal.SIG_IGN
     finally:
         signal.signal(HUP, before)
