@@ -107,7 +107,7 @@ def choice(default: T, *conditions: Constraint | OnlyFor, **declared: Any) -> T:
 
 
 def section(kind: type[T], scope: Scope, **declared: Any) -> T:
-    """Declares a section; its options have this scope and what else is declared, unless they say something else."""
+    """Declares a section; its options have this scope, and the other fields of `Option` that they do not declare."""
     return field(default_factory=kind, metadata={"section": {"scope": scope, **declared}})
 
 
