@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
-from tf2dist.fitting.fit_run import Result, Run
+from tf2dist.fitting.fit_run import FitRun, Result
 from tf2dist.fitting.request import FitArguments
 
 Arguments = ParamSpec("Arguments")
@@ -125,4 +125,4 @@ def fit(arguments: FitArguments) -> Result:
     console = console_of(int(arguments.verbose))
     console.note(opening_line("fit", place))
     splits, plan = request.data_of(arguments, config, place.cluster.num_workers)
-    return Run(arguments, splits, plan, config, place, console, started_at).execute()
+    return FitRun(arguments, splits, plan, config, place, console, started_at).execute()

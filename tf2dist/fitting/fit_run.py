@@ -109,7 +109,7 @@ ERRORS: dict[int, type[TfDistError]] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class FitRun:
     """A call of `fit`.
 
     Attributes:
