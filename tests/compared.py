@@ -9,7 +9,7 @@ from tf2dist.config.compose import ConfigSource
 from tf2dist.launch.single_run import check_local
 from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split
 from tf2dist.tools.comparing.results import ContenderResult, results_of
-from tf2dist.tools.comparing.running import RUNS, Outcome
+from tf2dist.tools.comparing.running import RUNS, RunOutcome
 
 SecsPerExample = Callable[[Contender, int], float]  # from the contender and the seed
 NUM_EXAMPLES = 40_000
@@ -34,9 +34,9 @@ def compared(
     outcomes = []
     for run in runs_of(all_contenders, options.seeds):
         if run.folder in failed:
-            outcomes.append(Outcome(run, "failed", 3))
+            outcomes.append(RunOutcome(run, "failed", 3))
             continue
-        outcomes.append(Outcome(run, "done", 0))
+        outcomes.append(RunOutcome(run, "done", 0))
         secs = secs_per_example(run.contender, run.seed)
         steps = NUM_EXAMPLES // (100 * run.contender.batches)
         if options.until.kind == "steps":

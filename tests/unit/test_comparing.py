@@ -35,7 +35,7 @@ from tf2dist.tools.comparing.figures import (
 from tf2dist.tools.comparing.matrix import PARSERS, Contender, ContenderRun, Until, runs_of
 from tf2dist.tools.comparing.page import contender_columns, run_columns
 from tf2dist.tools.comparing.results import MEASURES, ContenderResult, Measurement, Point, set_goal
-from tf2dist.tools.comparing.running import Outcome, earlier_plan, prepare_folder
+from tf2dist.tools.comparing.running import RunOutcome, earlier_plan, prepare_folder
 from tf2dist.tools.comparing.verdict import verdict_of
 
 SMALL = ("data=digits", "model=softmax")
@@ -447,9 +447,9 @@ def test_runs_without_evaluations_make_a_report_too(tmp_path: Path) -> None:
 def test_ctrl_c_while_the_report_is_drawn_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [*SMALL, "modes=sync", "delays=0", "until=0.85", f"compare_dir={tmp_path / 'all'}"]
 
-    def ran(runs: list[ContenderRun], folder: Path, *_: object) -> list[Outcome]:
+    def ran(runs: list[ContenderRun], folder: Path, *_: object) -> list[RunOutcome]:
         compared(folder, *arguments, secs_per_example=usual_secs)
-        return [Outcome(run, "done", 0) for run in runs]
+        return [RunOutcome(run, "done", 0) for run in runs]
 
     def interrupted(*_: object) -> bytes:
         os.kill(os.getpid(), signal.SIGINT)

@@ -14,7 +14,7 @@ from tf2dist.signals import Signals
 from tf2dist.tools.comparing.comparison_report import REPORT, report_of
 from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split, with_data
 from tf2dist.tools.comparing.results import results_of
-from tf2dist.tools.comparing.running import OPTION, Outcome, earlier_plan, new_folder, prepare_folder, run_all
+from tf2dist.tools.comparing.running import OPTION, RunOutcome, earlier_plan, new_folder, prepare_folder, run_all
 
 MAX_NAMED = 4
 
@@ -22,7 +22,7 @@ MAX_NAMED = 4
 class ComparisonFailed(TfDistError):
     """Some runs failed; the exit code is that of the first of them."""
 
-    def __init__(self, failed: list[Outcome], num_runs: int, folder: Path) -> None:
+    def __init__(self, failed: list[RunOutcome], num_runs: int, folder: Path) -> None:
         listed = "; ".join(f"{outcome.run} (exit code {outcome.exit_code})" for outcome in failed[:MAX_NAMED])
         listed += "; ..." if len(failed) > MAX_NAMED else ""
         super().__init__(
@@ -81,7 +81,7 @@ def _with_resolved_data(
 
 
 def _report(
-    options: Options, arguments: list[str], outcomes: list[Outcome], folder: Path
+    options: Options, arguments: list[str], outcomes: list[RunOutcome], folder: Path
 ) -> tuple[str, dict[str, str | bytes]]:
     """The verdict on what was measured, and the files of the report; empty if nothing was."""
     results = results_of(outcomes, folder, options.until)

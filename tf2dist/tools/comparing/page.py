@@ -9,11 +9,11 @@ from importlib import resources
 from typing import Any
 
 from tf2dist.tools.comparing.results import ACCURACY, MEASURES, Column, ContenderResult, Measurement, Spread
-from tf2dist.tools.comparing.running import Outcome
+from tf2dist.tools.comparing.running import RunOutcome
 from tf2dist.tools.comparing.verdict import Claim, Verdict
 
 STATES = {"seen": "seen", "not seen": "unseen", "unclear": "unclear"}  # classes of the style sheet
-Row = tuple[ContenderResult, Outcome]
+RunRow = tuple[ContenderResult, RunOutcome]
 MEDIA = {
     "narrow dark": "(max-width: 640px) and (prefers-color-scheme: dark)",
     "narrow light": "(max-width: 640px)",
@@ -174,10 +174,10 @@ def contender_columns(results: Sequence[ContenderResult]) -> list[Column]:
 def run_columns() -> list[Column]:
     """Columns of a table with a row for each run."""
 
-    def measured(value: Callable[[Measurement], Any]) -> Callable[[Row], Any]:
+    def measured(value: Callable[[Measurement], Any]) -> Callable[[RunRow], Any]:
         return lambda row: next((value(run) for run in row[0].measured if run.run == row[1].run), None)
 
-    def secs_to_goal(row: Row) -> float | None:
+    def secs_to_goal(row: RunRow) -> float | None:
         point = measured(lambda run: run.reached(row[0].goal))(row)
         return point.secs if point else None
 
@@ -197,7 +197,7 @@ def run_columns() -> list[Column]:
     ]
 
 
-def _state(row: Row) -> str:
+def _state(row: RunRow) -> str:
     outcome = row[1]
     return f"failed ({outcome.exit_code})" if outcome.state == "failed" else outcome.state
 

@@ -13,7 +13,7 @@ from typing import Any
 from tf2dist import files
 from tf2dist.launch.run_dir import finished_summary
 from tf2dist.tools.comparing.matrix import Contender, ContenderRun, Until
-from tf2dist.tools.comparing.running import RUNS, Outcome
+from tf2dist.tools.comparing.running import RUNS, RunOutcome
 
 WARM_UP = 0.25  # the part of the training, in steps, that is not counted for the rate
 MIN_STEPS = 5  # of a worker, for its time line
@@ -163,7 +163,7 @@ class ContenderResult:
 
     contender: Contender
     until: Until
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RunOutcome] = field(default_factory=list)
     measured: list[Measurement] = field(default_factory=list)
     goal: CommonGoal | None = None
 
@@ -291,7 +291,7 @@ MEASURES = (
 )  # fmt: skip
 
 
-def results_of(outcomes: list[Outcome], folder: Path, until: Until) -> list[ContenderResult]:
+def results_of(outcomes: list[RunOutcome], folder: Path, until: Until) -> list[ContenderResult]:
     """The results of all contenders, in the order of their first runs."""
     results: dict[str, ContenderResult] = {}
     for outcome in outcomes:

@@ -32,7 +32,7 @@ TAIL_BYTES = 4096  # of metrics.jsonl: several lines
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The end of a run.
 
     Attributes:
@@ -90,7 +90,7 @@ def _read_plan(folder: Path) -> dict[str, list[str]]:
 
 def run_all(
     runs: list[ContenderRun], folder: Path, flags: list[str], stop: StopRequest, until: Until, console: Console
-) -> list[Outcome]:
+) -> list[RunOutcome]:
     """Runs what is not done yet, until a signal comes; returns the outcome of each run in the order of `runs`.
 
     Args:
@@ -105,13 +105,13 @@ def run_all(
 
 def _run(
     run: ContenderRun, folder: Path, flags: list[str], stop: StopRequest, progress: "ComparisonProgress"
-) -> Outcome:
+) -> RunOutcome:
     run_dir = folder / RUNS / run.folder
     if run in progress.done:
         progress.skip(run)
-        return Outcome(run, "done", 0)
+        return RunOutcome(run, "done", 0)
     if stop.signum:
-        return Outcome(run, "stopped", None)
+        return RunOutcome(run, "stopped", None)
     progress.begin(run, run_dir)
     try:
         _remove(run_dir)  # left of a comparison that was killed
@@ -123,14 +123,14 @@ def _run(
     if stop.signum and code:
         with contextlib.suppress(OSError):
             _remove(run_dir)  # it starts over
-        return Outcome(run, "stopped", code)
+        return RunOutcome(run, "stopped", code)
     # A run without a summary has failed, even with exit code 0.
     if code or not finished_summary(run_dir):
         reason = _last_line(folder / LOGS / f"{run.folder}.log")
         progress.console.warn(f"{run} has failed with exit code {code} ({reason}); the others go on")
-        return Outcome(run, "failed", code or 1)
+        return RunOutcome(run, "failed", code or 1)
     progress.end()
-    return Outcome(run, "done", 0)
+    return RunOutcome(run, "done", 0)
 
 
 def _remove(run_dir: Path) -> None:
