@@ -27,12 +27,12 @@ def run(arguments: list[str]) -> None:
         RequestError: the request is wrong.
         NotFiniteError: the loss is not finite.
     """
-    request = shell.request(arguments, OPTIONS, max_operands=0)
-    shell.one_of("split", request.options.get("split", "test"), ("test", "validation", "train"))
-    shell.show_status(f"evaluate: loading the model of {request.run_dir}")
+    line = shell.read_command_line(arguments, OPTIONS, max_operands=0)
+    shell.one_of("split", line.options.get("split", "test"), ("test", "validation", "train"))
+    shell.show_status(f"evaluate: loading the model of {line.run_dir}")
     from tf2dist.tools.finished.predicting import evaluate  # imports TensorFlow
 
-    evaluate(request)
+    evaluate(line)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ def run(arguments: list[str]) -> None:
         RequestError: the request is wrong.
         TrainingError: it could not be done.
     """
-    request = shell.request(arguments, OPTIONS, max_operands=1)
+    line = shell.read_command_line(arguments, OPTIONS, max_operands=1)
     from tf2dist.tools.finished import exporting  # its checks come before TensorFlow, its work after
 
-    out = exporting.export(request)
+    out = exporting.export(line)
     print_lines(str(out), sys.stdout)
 
 

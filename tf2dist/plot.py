@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> None:
         RequestError: the request is wrong, or there is nothing to draw.
         InstallationError: matplotlib cannot be imported.
     """
-    run_dir = shell.request(arguments, (), max_operands=0).run_dir
+    run_dir = shell.read_command_line(arguments, (), max_operands=0).run_dir
     try:
         from tf2dist.tools.plotting import draw_run
 

@@ -17,7 +17,7 @@ import tf2dist
 from tests.conftest import Command, ended, our_processes, start_module, wait_until
 from tf2dist.data.loading import make_impressions
 from tf2dist.tools.finished.opening import data_of
-from tf2dist.tools.finished.shell import Request
+from tf2dist.tools.finished.shell import CommandLine
 
 pytestmark = pytest.mark.timeout(900)  # several runs of some 10 s, each with a limit of its own
 
@@ -77,7 +77,7 @@ def check(run_dir: Path, rows: int, folder: Path) -> list[int]:
     """Compares what the commands and `tf2dist.predict` give with the model of `load_model`; returns memory peaks."""
     folder.mkdir()
     model = tf2dist.load_model(run_dir)
-    _, splits = data_of(Request(run_dir, [], {}, [], None, []))
+    _, splits = data_of(CommandLine(run_dir, [], {}, [], None, []))
     assert splits.test
     with peaks_mb(lambda process: "tf2dist.evaluate" in process.cmdline()) as evaluating:
         stdout, _ = ended(start_module(folder, "tf2dist.evaluate", str(run_dir)), 0)

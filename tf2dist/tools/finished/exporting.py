@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tf2dist.errors import ConfigError, InstallationError, TrainingError, brief_reason, reason_of
-from tf2dist.tools.finished.shell import Request, one_of, show_status
+from tf2dist.tools.finished.shell import CommandLine, one_of, show_status
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,22 @@ FORMATS = {
 }
 
 
-def export(request: Request) -> Path:
+def export(line: CommandLine) -> Path:
     """Writes the exported file or folder, whole or not at all; returns its path."""
-    name = one_of("format", request.options.get("format", "saved_model"), list(FORMATS))
+    name = one_of("format", line.options.get("format", "saved_model"), list(FORMATS))
     target_format = FORMATS[name]
     # All that can be refused without the model comes before TensorFlow, whose import takes seconds.
     if target_format.needs and importlib.util.find_spec(target_format.needs) is None:
         raise InstallationError(
             f"format ({name}): needs {target_format.needs}, which is not installed; pip install 'tf2dist[{name}]'"
         )
-    out = Path(*request.operands).expanduser().absolute() if request.operands else request.run_dir / target_format.file
+    out = Path(*line.operands).expanduser().absolute() if line.operands else line.run_dir / target_format.file
     check_free(out)
 
-    show_status(f"export: loading the model of {request.run_dir}")
+    show_status(f"export: loading the model of {line.run_dir}")
     from tf2dist.tools.finished.opening import model_of  # imports TensorFlow
 
-    model = model_of(request)
+    model = model_of(line)
     try:
         # Keras exports only models to ONNX that have been called.
         if inputs := getattr(model, "inputs", None):

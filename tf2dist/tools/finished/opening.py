@@ -18,40 +18,40 @@ from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read, raising
 from tf2dist.process.tables_in_files import Tables
 from tf2dist.tools.finished.load_model import UnknownCode, load_in_files
-from tf2dist.tools.finished.shell import Request, warn
+from tf2dist.tools.finished.shell import CommandLine, warn
 
 
-def config_of(request: Request) -> RunConfig:
+def config_of(line: CommandLine) -> RunConfig:
     """The configuration of the run."""
-    path = request.run_dir / "config.yaml"
-    problem = f"RUN_DIR ({request.run_dir}): config.yaml cannot be read"
+    path = line.run_dir / "config.yaml"
+    problem = f"RUN_DIR ({line.run_dir}): config.yaml cannot be read"
     with raising(problem, "name a run", also=(ValueError,)), open_to_read(path) as file:
         return decode.from_yaml(file.read().decode())
 
 
-def model_of(request: Request) -> keras.Model:
+def model_of(line: CommandLine) -> keras.Model:
     """The model of the run, which is not trained; runs the plugins that the command line names, and no others."""
     # A run directory may come from somebody else: the plugins in its configuration are shown, but not run.
     try:
         with signals.temporary_folder() as folder:
-            return load_in_files(request.run_dir, request.step, code_of(request.plugins), Tables(folder / "tables"))
+            return load_in_files(line.run_dir, line.step, code_of(line.plugins), Tables(folder / "tables"))
     except UnknownCode as error:
-        run_plugins = ", ".join(config_of(request).plugins)
+        run_plugins = ", ".join(config_of(line).plugins)
         raise ConfigError(
-            f"plugins: {request.run_dir} needs {error.what}, but a run's own code is executed only if you name it; "
+            f"plugins: {line.run_dir} needs {error.what}, but a run's own code is executed only if you name it; "
             f"give plugins=[{run_plugins or 'FILE.py'}]"
         ) from None
 
 
-def data_of(request: Request) -> tuple[str, Splits]:
+def data_of(line: CommandLine) -> tuple[str, Splits]:
     """The name and the examples of the data that the command line chooses, by default the run's own.
 
     Call `model_of` first, which runs the plugins that may register the data.
     """
-    if request.data:
-        data = load([*request.data, f"plugins=[{','.join(request.plugins)}]"], None).data
+    if line.data:
+        data = load([*line.data, f"plugins=[{','.join(line.plugins)}]"], None).data
     else:
-        config = config_of(request)
+        config = config_of(line)
         data = config.data
         if data.name in registry.DATA_OF_FIT:
             raise ConfigError(

@@ -18,8 +18,8 @@ def run(arguments: list[str]) -> None:
     Raises:
         RequestError: the request is wrong.
     """
-    request = shell.request(arguments, OPTIONS)
-    shell.show_status(f"predict: loading the model of {request.run_dir}")
+    line = shell.read_command_line(arguments, OPTIONS)
+    shell.show_status(f"predict: loading the model of {line.run_dir}")
     from tf2dist.tools.finished.predicting import print_predictions  # imports TensorFlow
 
-    print_predictions(request)
+    print_predictions(line)

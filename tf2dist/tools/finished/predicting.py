@@ -17,7 +17,7 @@ from tf2dist.files import raising
 from tf2dist.launch.console import print_lines
 from tf2dist.tools.finished import pictures
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
-from tf2dist.tools.finished.shell import Request
+from tf2dist.tools.finished.shell import CommandLine
 
 BATCH_SIZE = 256
 MOST_CLASSES = 30  # with more the printed matrix is too wide for a terminal
@@ -67,12 +67,12 @@ class Classifier:
         return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
-def evaluate(request: Request) -> None:
+def evaluate(line: CommandLine) -> None:
     """Prints the loss and each metric in a line of its own, and then the number of examples."""
-    split = request.options.get("split", "test")
+    split = line.options.get("split", "test")
     # The model first: that runs the plugins, which may register the data.
-    model = model_of(request)
-    name, splits = data_of(request)
+    model = model_of(line)
+    name, splits = data_of(line)
     arrays = split_of(name, splits, split)
     results = _results(model, name, arrays)
     width = max(map(len, results))
@@ -93,18 +93,18 @@ def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
     return {"loss": metrics.pop("loss"), **metrics}
 
 
-def print_predictions(request: Request) -> None:
+def print_predictions(line: CommandLine) -> None:
     """Prints the predictions; those of the test set are drawn, too."""
-    model = model_of(request)
+    model = model_of(line)
     classifier = Classifier.of(model)
     # File by file, so that many large ones need not fit into memory, and lines come before a later file fails.
-    if request.operands:
-        for operand in request.operands:
+    if line.operands:
+        for operand in line.operands:
             path = Path(operand).expanduser()
             examples, names = read(path, model)
             _print(classifier, _outputs(model, examples, str(path)), names)
         return
-    name, splits = data_of(request)
+    name, splits = data_of(line)
     test = split_of(name, splits, "test")
     outputs = _outputs(model, test.x, f"data ({name})")
     if classifier is None:
@@ -112,10 +112,10 @@ def print_predictions(request: Request) -> None:
         columns = [test.x, test.y, outputs]
         if all(isinstance(column, np.ndarray) and column.size == len(test) for column in columns):
             x, y, predicted = map(np.ravel, columns)
-            path = pictures.draw_regression(request.run_dir, x, y, predicted, truth=splits.truth)
+            path = pictures.draw_regression(line.run_dir, x, y, predicted, truth=splits.truth)
             print_lines(str(path), sys.stdout)
     else:
-        _show(request.run_dir, test, classifier.probabilities(outputs))
+        _show(line.run_dir, test, classifier.probabilities(outputs))
 
 
 def _outputs(model: keras.Model, x: Any, source: str) -> Any:

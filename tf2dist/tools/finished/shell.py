@@ -29,7 +29,7 @@ OPTION = re.compile(r"\+?([a-z_]+(?:\.[A-Za-z0-9_]+)?)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandLine:
     """A command line.
 
     Attributes:
@@ -48,7 +48,7 @@ class Request:
     plugins: list[str]
 
 
-def request(arguments: list[str], known: Sequence[str], max_operands: int | None = None) -> Request:
+def read_command_line(arguments: list[str], known: Sequence[str], max_operands: int | None = None) -> CommandLine:
     """Reads a command line.
 
     Args:
@@ -79,7 +79,7 @@ def request(arguments: list[str], known: Sequence[str], max_operands: int | None
     if max_operands is not None and len(operands) > 1 + max_operands:
         raise ConfigError(f"{operands[1 + max_operands]}: is one argument too many; see --help")
     step, plugins = _step(options.get("step")), _plugins(options.get("plugins", ""))
-    return Request(run_dir.absolute(), operands[1:], options, data, step, plugins)
+    return CommandLine(run_dir.absolute(), operands[1:], options, data, step, plugins)
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> str:
