@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if argv is None else argv
     reset_inherited()
     prepare_streams()
-    files.settle_home()
+    files.set_keras_home()
     try:
         sys.exit(report(arguments))
     except BrokenPipeError:

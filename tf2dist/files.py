@@ -152,7 +152,7 @@ def expand(text: str) -> Path | None:
         return None
 
 
-def settle_home() -> None:
+def set_keras_home() -> None:
     """Sets KERAS_HOME if there is no home directory."""
     # Otherwise Keras would create a folder named ~ in the working directory, and read its settings from there.
     if expand("~") is None:

@@ -103,7 +103,7 @@ ENGINES = {
 def main(argv: list[str] | None = None) -> NoReturn:
     """Prints one request, and exits: 2 if it is wrong, and with --submit the exit code of the engine's command."""
     reset_inherited()
-    files.settle_home()
+    files.set_keras_home()
     try:
         sys.exit(run(sys.argv[1:] if argv is None else argv))
     except RequestError as error:

@@ -32,7 +32,7 @@ from tf2dist.config.load import to_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
-from tf2dist.files import is_path, settle_home
+from tf2dist.files import is_path, set_keras_home
 from tf2dist.hosts.identity import job_key
 from tf2dist.launch.console import (
     DRAIN_SECS,
@@ -153,7 +153,7 @@ def run_command(run: Run, argv: list[str] | None = None) -> NoReturn:
     started_at = time.time()
     prepare_streams()
     arguments = sys.argv[1:] if argv is None else argv
-    settle_home()
+    set_keras_home()
     with Signals() as signals:
         try:
             code = run_and_report(run, arguments, started_at, signals)

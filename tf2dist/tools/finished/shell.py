@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tf2dist import signals
 from tf2dist.errors import ConfigError, TfDistError, nearest
-from tf2dist.files import is_folder, is_path, settle_home
+from tf2dist.files import is_folder, is_path, set_keras_home
 from tf2dist.launch.console import prepare_streams, print_lines
 from tf2dist.linux import import_lazily
 from tf2dist.tf_constants import GPU_GROWTH, KERAS_ON_TENSORFLOW, LOG_LEVEL
@@ -116,7 +116,7 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     # First of all: Ctrl-C while modules are imported would otherwise show a traceback.
     signals.end_at_once()
     prepare_streams()
-    settle_home()
+    set_keras_home()
     silence_stderr()
     import_lazily()
     arguments = sys.argv[1:]
