@@ -74,7 +74,7 @@ class GangBackend(Backend):
     """The methods that Ray Train calls for each new group of workers, whose order is that of the ranks."""
 
     def on_start(self, worker_group: Any, gang: Gang) -> None:
-        """Gives every worker its place, and all of them a new token."""
+        """Gives every worker its rank, and all of them a new token."""
         shift = gang.control_port_shift
         addresses = distinct_addresses(worker_group.execute(offer_ports, shift), shift)
         token = secrets.token_hex(32)
@@ -95,12 +95,12 @@ def offer_ports(control_port_shift: int) -> tuple[str, list[int]]:
     return ray.util.get_node_ip_address(), sorted(free, key=lambda port: port < FIRST_PORT)[:NUM_OFFERED]
 
 
-place: list[str] = []  # of this worker, as options of the command
+rank_options: list[str] = []  # of this worker, for the command
 
 
 def take_place(gang: Gang, addresses: Sequence[str], rank: int, token: str) -> None:
-    """Keeps the place for `run_command`, and puts it into the environment of this worker for `tf2dist.fit`."""
-    place[:] = options_of_rank(addresses, rank)
+    """Keeps the rank for `run_command`, and puts it into the environment of this worker for `tf2dist.fit`."""
+    rank_options[:] = options_of_rank(addresses, rank)
     for name in UNSET:
         os.environ.pop(name, None)
     # Without --gpus Ray leaves all GPUs of the node visible, also those that it has given to others.
@@ -122,8 +122,8 @@ is_stopping = threading.Event()
 
 
 def run_command(options: Sequence[str]) -> None:
-    """Runs ``python -m tf2dist`` in this worker's place. Raises TfDistError with its exit code, unless that is 0."""
-    arguments = [sys.executable, "-P", "-c", RUN, str(os.getpid()), *options, *place]
+    """Runs ``python -m tf2dist`` with this worker's rank. Raises TfDistError with its exit code, unless that is 0."""
+    arguments = [sys.executable, "-P", "-c", RUN, str(os.getpid()), *options, *rank_options]
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     # In a session of its own it gets no signal that is for Ray's processes.
     commands.append(subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
