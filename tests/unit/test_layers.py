@@ -241,6 +241,24 @@ def class_names_twice(package: Path) -> list[str]:
     return sorted(f"{name}: {', '.join(modules)}" for name, modules in homes.items() if len(modules) > 1)
 
 
+def names_given_twice(package: Path) -> list[str]:
+    """Functions, classes and constants to which a module gives a name that it has given before."""
+    results = []
+    for module, path in modules(package).items():
+        names = [name for node in tree(path).body for name in given_by(node)]
+        results += [f"{module}: {name}" for name in sorted(set(names)) if names.count(name) > 1]
+    return results
+
+
+def given_by(node: ast.stmt) -> list[str]:
+    """The names that a statement of a module gives."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    names = [one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+    return [name.id for name in names if isinstance(name.ctx, ast.Store)]
+
+
 def defined(module: ast.Module) -> Iterator[str]:
     """The names that a module gives to its own functions, classes, variables and attributes."""
     for node in ast.walk(module):
@@ -293,6 +311,7 @@ RULES = {
     "private names stand in one package": private_names,
     "every module has a floor": unknown_at_the_top,
     "a class name has one meaning": class_names_twice,
+    "a name of a module has one meaning": names_given_twice,
     "a file name has one meaning": base_names_twice,
 }
 
@@ -350,6 +369,8 @@ BREAKS = [
     ("every module has a floor", "novelty.py", ""),
     ("every module has a floor", "novelties/__init__.py", ""),
     ("a class name has one meaning", "training/synchronous/loop.py", "class AsyncLoop:\n    pass"),
+    ("a name of a module has one meaning", "training/parameter_server/schedule.py", "POLL_SECS = 0.05"),
+    ("a name of a module has one meaning", "errors.py", "class ConfigError(Exception):\n    pass"),
     ("a file name has one meaning", "config/launcher.py", ""),
 ]
 

@@ -41,7 +41,7 @@ from tf2dist.training.parameter_server.counters import (
 )
 from tf2dist.training.parameter_server.graphs import AsyncGraphs, GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.reading import PackedRead
-from tf2dist.training.parameter_server.schedule import POLL_SECS, AsyncScheduler, Scheduler, close_servers, results
+from tf2dist.training.parameter_server.schedule import MIN_LOOK_SECS, AsyncScheduler, Scheduler, close_servers, results
 from tf2dist.training.parameter_server.server import NEVER
 from tf2dist.training.parameter_server.serving import send_shutdown
 from tf2dist.training.setup import TaskContext
@@ -242,7 +242,7 @@ class AsyncLoop(PsLoop):
                 break
             # A worker that TensorFlow has given up may still push. As long as the counters move, its updates count.
             if idle and admitted > applied and seen != before:
-                time.sleep(POLL_SECS)
+                time.sleep(MIN_LOOK_SECS)
                 continue
 
             # All calls are done and steps are missing: updates were refused, or were admitted and then lost with their

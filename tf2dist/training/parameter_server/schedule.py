@@ -20,7 +20,7 @@ from tf2dist.training.loop import PauseRequest, PauseRequests, WorkersAway
 from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 from tf2dist.training.parameter_server.server import ParameterServer
 
-POLL_SECS = 0.005
+POLL_SECS = 0.005  # between two looks at calls, which cost nothing
 # An admitted update is applied in less time than this, unless its worker was lost before it had pushed to all ps.
 SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05
 QUIET_SECS, QUIET_STEPS = 2.0, 2.0  # without progress for so long, and for so many steps' time, workers count as lost
@@ -166,7 +166,7 @@ def results(
         yield value
 
 
-POLL_SECS, MAX_POLL_SECS = 0.05, 0.2
+MIN_LOOK_SECS, MAX_LOOK_SECS = 0.05, 0.2  # between two looks at the counters
 STOP_SECS = 0.2  # all ps are told where to stop in less time than this
 
 
@@ -211,7 +211,7 @@ class Scheduler(abc.ABC):
 
         A look takes 2 ms of the cores that the coordinator may share with workers.
         """
-        return min(MAX_POLL_SECS, max(POLL_SECS, missing / (2 * self.steps_per_sec or math.inf)))
+        return min(MAX_LOOK_SECS, max(MIN_LOOK_SECS, missing / (2 * self.steps_per_sec or math.inf)))
 
     def finish(self, request: PauseRequests) -> PauseRequest:
         """Waits for all calls, or raises WorkersAway; see `wait_for_calls`."""
@@ -260,7 +260,7 @@ class AsyncScheduler(Scheduler):
     def window(self) -> int:
         """The steps to keep in flight: two calls for each worker, and what the cluster does in three longest waits."""
         # With one call each, a worker would be idle while the coordinator learns that its call is done.
-        return 2 * self.num_steps * self.num_workers + int(3 * MAX_POLL_SECS * self.steps_per_sec)
+        return 2 * self.num_steps * self.num_workers + int(3 * MAX_LOOK_SECS * self.steps_per_sec)
 
     def stop_early(self) -> bool:
         """Ends the training after a few more steps, though calls are in flight; see `stop_early`."""

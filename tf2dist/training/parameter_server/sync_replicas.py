@@ -31,7 +31,7 @@ from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
 from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
 from tf2dist.training.parameter_server.graphs import GraphsSpec, PsCall, PsGraphs
 from tf2dist.training.parameter_server.rows import Routed
-from tf2dist.training.parameter_server.schedule import MAX_POLL_SECS, Scheduler, quiet_secs
+from tf2dist.training.parameter_server.schedule import MAX_LOOK_SECS, Scheduler, quiet_secs
 from tf2dist.training.parameter_server.server import PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import (
     GRADIENTS_ARRAY,
@@ -168,7 +168,7 @@ class SyncReplicasScheduler(Scheduler):
     def _calls_to_keep(self, counts: GradientCounts, missing: int, is_stalled: bool) -> int:
         """How many calls should wait for each worker."""
         pushes_per_sec = self.steps_per_sec * self.graphs.deciding.quota
-        ahead = 1 + int(2 * MAX_POLL_SECS * pushes_per_sec / self.num_steps)
+        ahead = 1 + int(2 * MAX_LOOK_SECS * pushes_per_sec / self.num_steps)
         # What the calls that have begun will still push. If nothing moves, this is an error of the count: the pushes of
         # a lost worker never came.
         begun, pushed = counts.begun - self._first.begun, counts.pushed.sum() - self._first.pushed.sum()
