@@ -69,11 +69,9 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         if payload["job"]:
             job = Path(payload["job"])
             source, hooks = ShippedSource(job), LauncherHooks(to_launcher, mail, job)
-        if isinstance(source, ShippedSource) and not source.plan:
-            predict_ranges(run_config, cluster, task, source, run_dir, to_launcher)
-        else:
-            started_at = payload["started_at"]
-            run_task(TaskContext(run_config, cluster, task, source, run_dir, to_launcher, started_at, hooks))
+        predicts = isinstance(source, ShippedSource) and not source.plan
+        started_at, run = payload["started_at"], predict_ranges if predicts else run_task
+        run(TaskContext(run_config, cluster, task, source, run_dir, to_launcher, started_at, hooks))
     except BaseException as error:
         traceback.print_exc()  # the log gets everything
         record = FailureRecord.of(str(task), as_own_error(error))

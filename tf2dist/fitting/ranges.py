@@ -22,14 +22,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.files import raising
-from tf2dist.fitting.shipping import ShippedSource
 from tf2dist.launch.run_dir import RANGES
-from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher
+from tf2dist.messages import ProgressMessage, ResultMessage
 from tf2dist.process import devices, heartbeat
+from tf2dist.training.setup import TaskContext
 
 DESCRIPTION = "prediction.json"
 MOST_EXAMPLES, MOST_RANGES = 4096, 10_000
@@ -159,14 +157,14 @@ class RangeCallback(keras.callbacks.Callback):
             self.model.stop_predicting = True
 
 
-def predict_ranges(
-    config: RunConfig, cluster: Cluster, task: Task, source: ShippedSource, run_dir: Path, to_launcher: ToLauncher
-) -> None:
+def predict_ranges(context: TaskContext) -> None:
     """Predicts ranges until all are done; the leader reports the progress of all."""
-    devices.configure(config.devices, cluster, task)
+    cluster, task, source, to_launcher = context.cluster, context.task, context.source, context.to_launcher
+    run_dir = context.run_dir
+    devices.configure(context.config.devices, cluster, task)
     if advice := devices.advice_on_gpus(cluster, task):
         to_launcher.note(advice)
-    splits = source.load()
+    splits = context.splits
     model = source.build(splits)
     description = json.loads((run_dir / DESCRIPTION).read_bytes())
     batch_size = description["batch_size"]
