@@ -117,7 +117,10 @@ OPTIONS: list[tuple[list[str], str]] = [
         ["-m", "mode=sync,asnc"],
         "mode (asnc): must be one of async, sync, sync_replicas; did you mean async? (in job 1 of the sweep: ",
     ),
-    (["-m", "mode=async,sync", "cluster.num_ps=2"], "cluster.num_ps (2): is for mode=async; leave it out (in job 1"),
+    (
+        ["-m", "mode=async,sync", "cluster.num_ps=2"],
+        "cluster.num_ps (2): is for modes with a ps; leave it out (in",
+    ),
     (["-m", "data=digits", "train.batch_size_per_worker=100,2000"], "(in job 1 of the sweep: data=digits train.batch"),
     (["-m", "seed=range(1000000000)"], "--multirun: would make more than 1,000 jobs; sweep over fewer values"),
     (["-m", "seed=shuffle(range(1000000000))"], "would make more than 1,000 jobs"),

@@ -164,7 +164,7 @@ BAD = [
         ["+model.x={a: 1}", "model=x", "plugins=[tests/conftest.py]"],
         "must be a number, a word, true, false, null, or a",
     ),
-    (["mode=sync", "cluster.num_ps=3"], "cluster.num_ps (3): is for mode=async; leave it out"),
+    (["mode=sync", "cluster.num_ps=3"], "cluster.num_ps (3): is for modes with a ps; leave it out"),
     (
         ["sync_replicas.replicas_to_aggregate=2"],
         "sync_replicas.replicas_to_aggregate (2): is for mode=sync_replicas; add that",

@@ -109,12 +109,12 @@ IS_FLOAT32 = Constraint(
     "devices.precision=bfloat16 for mixed precision",
 )
 
-# Where options have a meaning.
+# Where options have a meaning. An option of one mode stands in the section of its subject, with one of these.
 IN_ASYNC = OnlyFor("mode", ("async",), "is for mode=async; leave it out")
 IN_SYNC = OnlyFor("mode", ("sync",), "is for mode=sync; leave it out")
 IN_SYNC_REPLICAS = OnlyFor("mode", ("sync_replicas",))
 WITH_PS = OnlyFor("mode", PS_MODES, "is for modes with a ps; leave it out")
-SEVERAL_PS = OnlyFor("mode", PS_MODES, "is for mode=async; leave it out", harmless=lambda count: count <= 1)
+SEVERAL_PS = OnlyFor("mode", PS_MODES, WITH_PS.text, harmless=lambda count: count <= 1)
 PS_LEAVES = "with mode=sync every worker takes part in each step, so none can leave; leave it out"
 ON_HOSTS, BY_RANK = OnlyFor("cluster.kind", ("hosts",)), OnlyFor("cluster.kind", ("ranks",))
 SEVERAL_COMMANDS = ("hosts", "tf_config", "ranks", "slurm")

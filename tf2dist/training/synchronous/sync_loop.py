@@ -41,7 +41,7 @@ class SyncLoop(Loop):
         self._splits, self._origin = splits, run.origin
         self._graphs, self._optimizer, self._feed = run.graphs, run.optimizer, run.feed
         super().__init__(context, run, report)
-        self.leads = self._workers.index == 0
+        self.leads = context.task == context.cluster.leader
         self._counted = counter_of(self.optimizer)
         layout = splits.evaluated_layout or run.step.layout
         self._evaluate = tf.function(self._sums_of, autograph=False, input_signature=[layout.batched(None)])
