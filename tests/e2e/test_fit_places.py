@@ -237,6 +237,24 @@ except tf2dist.TfDistError as error:
 
 
 @pytest.mark.slow
+def test_a_loss_that_is_not_finite_ends_the_run_on_all_hosts(tmp_path: Path) -> None:
+    code = """
+def explode():
+    model = build()
+    model.optimizer.learning_rate = 1e30
+    return model
+
+result = tf2dist.fit(explode, x, x.sum(1), epochs=2, mode="sync", batch_size=20, verbose=0, run_dir="run",
+                     callbacks=[keras.callbacks.TerminateOnNaN()], options={"startup_timeout_secs": 60})
+print(result.summary)
+"""
+    processes = hosts(tmp_path, ports_of_tasks(2), [BEGIN + code] * 2)
+    outs = [process.communicate(timeout=110 * slowness()) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    assert [out.splitlines()[-1] for out, _ in outs] == ["{}"] * 2
+
+
+@pytest.mark.slow
 def test_hosts_with_other_data_refuse_each_other(tmp_path: Path) -> None:
     code = 'tf2dist.fit(build, x[{}:], x[{}:].sum(1), mode="sync", batch_size=20, verbose=0, run_dir="run")'
     processes = hosts(tmp_path, ports_of_tasks(2), [BEGIN + code.format(n, n) for n in (0, 1)])

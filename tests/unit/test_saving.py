@@ -194,7 +194,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manif
 
 def not_finite(path: Path) -> None:
     with io.BytesIO() as file:
-        np.savez(file, **(snapshot(2).arrays | {"totals": np.array([1.0, np.nan])}))  # type: ignore[arg-type]
+        np.savez(file, **(snapshot(2).arrays | {"model/hidden1/kernel": np.array([1.0, np.nan])}))  # type: ignore[arg-type]
         (path / ARRAYS).write_bytes(file.getvalue())
     reseal(path)
 
@@ -213,7 +213,7 @@ def pickled(path: Path) -> None:
 
 
 UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "not finite": (not_finite, "totals is not finite"),
+    "not finite": (not_finite, "model/hidden1/kernel is not finite"),
     "pickled": (pickled, "allow_pickle=False"),
     "no facts": (lambda path: reseal(path, lambda manifest: manifest.pop("input")), "(input)"),
     "another array": (
@@ -233,6 +233,14 @@ def test_an_undamaged_checkpoint_that_cannot_be_used_is_replaced_too(tmp_path: P
     assert_same(checkpoints.newest(messages.append), snapshot(1))
     assert len(messages) == 1
     assert reason in messages[0]
+
+
+def test_a_metric_may_be_no_number(tmp_path: Path) -> None:
+    """The sum of a metric is saved in the middle of an epoch of `fit`; Keras goes on with such a metric, too."""
+    checkpoints = Checkpoints(tmp_path)
+    saved = replace(snapshot(1), arrays=snapshot(1).arrays | {"epoch/metrics": np.array([1.0, np.nan])})
+    checkpoints.save(saved)
+    assert_same(checkpoints.newest(fail), saved)
 
 
 @pytest.mark.parametrize(

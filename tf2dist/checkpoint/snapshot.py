@@ -119,6 +119,7 @@ class Facts:
 
 
 FORMAT = 2
+VARIABLES = "model/", "optimizer/"  # the names of variables begin with these; what a mode or `fit` saves, does not
 EARLIER_ARRAY = "earlier_updates"  # the updates that the optimizer had applied before the run began; absent for none
 ARRAYS, MANIFEST = "arrays.npz", "manifest.json"
 PIECE_BYTES = 16 << 20  # what is read of an array at once
@@ -156,8 +157,7 @@ class Snapshot:
 
     def without_variables(self) -> "Snapshot":
         """The same without the arrays of the model and of the optimizer, and without the files that they lie in."""
-        groups = "model/", "optimizer/"
-        return replace(self, arrays={name: a for name, a in self.arrays.items() if not name.startswith(groups)})
+        return replace(self, arrays={name: a for name, a in self.arrays.items() if not name.startswith(VARIABLES)})
 
     def weights(self) -> Weights:
         return Weights({name: array for name, array in self.arrays.items() if name.startswith("model/")})
@@ -335,8 +335,9 @@ def read(path: Path) -> Snapshot:
     if arrays.keys() != set(manifest.get("arrays", [])):
         raise ValueError(f"{ARRAYS} does not hold the arrays of the manifest")
     for name, array in arrays.items():
-        # A training that continues from NaN can only fail, so the checkpoint before is better.
-        if not is_finite(array):
+        # A training that continues from NaN can only fail, so the checkpoint before is better. The sum of a metric is
+        # not finite where the metric is not, as in Keras.
+        if name.startswith(VARIABLES) and not is_finite(array):
             raise ValueError(f"{name} is not finite")
     return Snapshot(manifest["step"], arrays, facts)
 

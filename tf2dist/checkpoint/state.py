@@ -11,7 +11,16 @@ from dataclasses import asdict, replace
 import keras
 import numpy as np
 
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, InputFacts, ShardingFacts, Snapshot, Weights, in_file, is_finite
+from tf2dist.checkpoint.snapshot import (
+    EARLIER_ARRAY,
+    VARIABLES,
+    InputFacts,
+    ShardingFacts,
+    Snapshot,
+    Weights,
+    in_file,
+    is_finite,
+)
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
@@ -217,7 +226,7 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
     wanted = {name: tuple(variables[0].shape) for name, variables in named.items()}
     # The model first: another model has another optimizer's slots too, and only the cause should be told. Arrays that
     # a mode keeps for itself are in neither group, since the other mode can do without them.
-    for group in ("model/", "optimizer/"):
+    for group in VARIABLES:
         mine, theirs = (
             {name: shape for name, shape in all_of_them.items() if name.startswith(group)}
             for all_of_them in (wanted, shapes)

@@ -169,12 +169,9 @@ class FitRun:
         try:
             folder, summary = self._run_tasks(session)
         except TaskFailure as failure:
-            if failure.exit_code != NotFiniteError.exit_code or not refusals.has_terminator(self.arguments.callbacks):
-                raise as_public_error(failure) from None
-            # The tasks have ended without a summary; the mirror has the weights of the last call of the hooks.
+            folder, summary = self._terminated(failure)
+            # The mirror has the weights of the last call of the hooks.
             callbacks.end_not_finite(session.step)
-            self.console.note(f"TerminateOnNaN ended the run: {failure}")
-            folder, summary = Path(self.config.run_dir or ""), {}
         callbacks.end()
         return Result(History(callbacks.history.history), summary, folder, model)
 
@@ -200,10 +197,17 @@ class FitRun:
         try:
             folder, summary = self._run_tasks(self._session(job, None))
         except TaskFailure as failure:
-            raise as_public_error(failure) from None
+            folder, summary = self._terminated(failure)
         leader = self.place.cluster.leader
         location = f"{leader} at {self.place.cluster.address(leader)} has it, in its run_dir"
         return Result(History(), summary, folder, None, location)
+
+    def _terminated(self, failure: TaskFailure) -> FolderAndSummary:
+        """The result of a run that TerminateOnNaN has ended, without a summary; raises any other failure."""
+        if failure.exit_code != NotFiniteError.exit_code or not refusals.has_terminator(self.arguments.callbacks):
+            raise as_public_error(failure) from None
+        self.console.note(f"TerminateOnNaN ended the run: {failure}")
+        return Path(self.config.run_dir or ""), {}
 
     def _session(self, job: Path, callbacks: Callbacks | None) -> FitSession[FolderAndSummary]:
         identity = identity_of(self.splits, self.plan)
