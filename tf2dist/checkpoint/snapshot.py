@@ -89,11 +89,7 @@ class Facts:
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Facts":
-        """Reads what `to_json` of this or another version has written; unknown fields are ignored.
-
-        Raises:
-            ValueError: names the first fact that is missing or of another type.
-        """
+        """Reads what `to_json` of this or another version has written; unknown fields are ignored."""
         try:
             facts = TreeReader(is_open=True).read(cls, values)
             # Types alone do not show this, and a worker without a position would fail far from here.
@@ -203,9 +199,6 @@ def in_file(pieces: Iterable[np.ndarray], shape: tuple[int, ...], folder: str | 
 
     Args:
         folder: for the file; None for that of temporary files.
-
-    Raises:
-        OSError: there is no room for the file.
     """
     # Written and then mapped: on a full disk a write into a mapping would end the process.
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -229,11 +222,7 @@ def folder_name(step: int) -> str:
 
 
 def write(folder: Path, snapshot: Snapshot) -> None:
-    """Writes both files into an empty folder, and flushes them to the disk.
-
-    Raises:
-        OSError: they could not be written.
-    """
+    """Writes both files into an empty folder, and flushes them to the disk."""
     with open(folder / ARRAYS, "wb") as file:
         np.savez(file, **snapshot.arrays)  # type: ignore[arg-type]
         file.flush()
@@ -275,11 +264,7 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is invalid.
-    """
+    """The manifest of one checkpoint."""
     with open_to_read(path / MANIFEST) as file:
         manifest = json.loads(file.read().decode())
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -290,11 +275,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _facts(manifest: dict[str, Any]) -> Facts:
-    """The facts of the run in a manifest.
-
-    Raises:
-        ValueError: the manifest lacks something that a run needs.
-    """
+    """The facts of the run in a manifest."""
     try:
         return Facts.of_json(manifest)
     except ValueError as error:
@@ -302,11 +283,7 @@ def _facts(manifest: dict[str, Any]) -> Facts:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Checks both files of a checkpoint by their sizes and hashes; returns the manifest.
-
-    Raises:
-        OSError, ValueError: says what is wrong with it.
-    """
+    """Checks both files of a checkpoint by their sizes and hashes; returns the manifest."""
     manifest = _read_manifest(path)
     try:
         size, sha256 = manifest["files"][ARRAYS]["bytes"], manifest["files"][ARRAYS]["sha256"]
@@ -325,11 +302,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> Snapshot:
-    """Reads and checks one checkpoint; its large arrays are mapped from the file.
-
-    Raises:
-        OSError, ValueError: says what is wrong with it.
-    """
+    """Reads and checks one checkpoint; its large arrays are mapped from the file."""
     manifest = verify(path)
     facts, arrays = _facts(manifest), _read_arrays(path / ARRAYS)
     if arrays.keys() != set(manifest.get("arrays", [])):

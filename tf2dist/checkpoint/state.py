@@ -48,9 +48,6 @@ def named_variables(model: keras.Model, variables: list[keras.Variable], optimiz
     Args:
         variables: those of the model that belong to its state.
         optimizers: one, or one for each ps.
-
-    Raises:
-        ConfigError: two variables of the model have the same name.
     """
     named: Named = {}
     for variable in variables:
@@ -128,10 +125,6 @@ def values(
         by_row: the names of those that are read piece by piece into files, and are mapped; see `names_by_row`.
         folder: for these files, which have no names and end with their arrays; None for that of temporary files.
         progress: called after each piece.
-
-    Raises:
-        NotFiniteError: one is not finite.
-        OSError: a table could not be written into a file.
     """
     # Each ps advances its copy once for each step, so the first one stands for all.
     firsts = {name: variables[0] for name, variables in named.items()}
@@ -147,11 +140,7 @@ def _pieces(name: str, variable: keras.Variable, progress: Callable[[], None]) -
 
 
 def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays in types that numpy's files can hold.
-
-    Raises:
-        NotFiniteError: one is not finite, so that no run could continue from it.
-    """
+    """The arrays in types that numpy's files can hold."""
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files cannot hold; float32 holds it exactly
             arrays[name] = array = array.astype(np.float32)
@@ -199,9 +188,6 @@ def check_keras(before: KerasConfig, settings: KerasConfig, option: str) -> None
     Args:
         before: the settings in the checkpoint.
         option: the one that names the checkpoint, for the message.
-
-    Raises:
-        CheckpointError: names the first setting that differs.
     """
     for name, now in asdict(settings).items():
         then = getattr(before, name)
@@ -213,11 +199,7 @@ def check_keras(before: KerasConfig, settings: KerasConfig, option: str) -> None
 
 
 def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfig) -> None:
-    """Refuses the checkpoint of another model, optimizer or data set, or with other settings of Keras.
-
-    Raises:
-        CheckpointError: says what is missing, extra or of another shape.
-    """
+    """Refuses the checkpoint of another model, optimizer or data set, or with other settings of Keras."""
     way_out = "name another run_dir" + ("" if data in DATA_OF_FIT else "; init_from takes over weights alone")
     if snapshot.facts.data != data:
         raise CheckpointError(f"run_dir: was trained on {snapshot.facts.data}, and data is {data} now; {way_out}")
@@ -239,11 +221,7 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
 
 
 def chosen(named: Named, source: Weights, layers: str | None) -> dict[str, np.ndarray]:
-    """The arrays of the layers whose full name matches the pattern; all arrays for None.
-
-    Raises:
-        CheckpointError: no layer matches, or an array has another shape.
-    """
+    """The arrays of the layers whose full name matches the pattern; all arrays for None."""
     arrays = {}
     for name, array in source.arrays.items():
         # A layer may be nested in others; the pattern may name any of them, but not the variable.
@@ -267,9 +245,6 @@ def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig, b
 
     Args:
         by_row: see `names_by_row`.
-
-    Raises:
-        CheckpointError: it does not fit the model.
     """
     if start is None:
         return ""

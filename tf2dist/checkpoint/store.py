@@ -54,9 +54,6 @@ class Checkpoints:
         Args:
             notify_removed: if given, older checkpoints except for the newest whole one are removed when the disk
                 is full, and it takes a line about each.
-
-        Raises:
-            OSError: it could not be written; all earlier ones are untouched, apart from those of `notify_removed`.
         """
         path = self.folder / folder_name(snapshot.step)
         if self._is_whole(path):  # a run that had already reached its end was started again
@@ -67,11 +64,7 @@ class Checkpoints:
         return path
 
     def make_room(self, write: Callable[[], T], notify_removed: Notify | None) -> T:
-        """Returns what `write` returns; while the disk is full, removes older checkpoints as `save` does.
-
-        Raises:
-            OSError: that of `write`.
-        """
+        """Returns what `write` returns; while the disk is full, removes older checkpoints as `save` does."""
         # Each round removes one checkpoint, and ends when there is none to remove.
         while True:
             try:
@@ -145,9 +138,6 @@ class Checkpoints:
 
         Args:
             notify: takes a line about every damaged one.
-
-        Raises:
-            CheckpointError: all checkpoints are damaged. Starting over would look like success, and lose the run.
         """
         damaged = []
         with raising(f"{self.folder}: cannot be read", "name another run_dir", CheckpointError):
