@@ -113,13 +113,11 @@ def _run(
     if stop.signum:
         return RunOutcome(run, "stopped", None)
     progress.begin(run, run_dir)
-    try:
+    code = ConfigError.exit_code
+    with files.warning(progress.console.warn, f"{run_dir} cannot be written", "make room, or name another directory"):
         _remove(run_dir)  # left of a comparison that was killed
         with os.fdopen(files.open_log(folder / LOGS / f"{run.folder}.log"), "ab") as log:
             code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(run_dir))}"], stop, log, progress.poll)
-    except OSError as error:
-        progress.console.warn(f"{run_dir} cannot be written ({error.strerror}); make room, or name another directory")
-        code = ConfigError.exit_code
     if stop.signum and code:
         with contextlib.suppress(OSError):
             _remove(run_dir)  # it starts over
