@@ -80,7 +80,7 @@ def test_a_worker_asks_the_ps_once_a_step(async_loop: MakeLoop) -> None:
     """What one step pushes and the next one pulls is one exchange."""
     graph = async_loop(run_config(steps_per_execution=3), num_ps=1)._scheduler.function.graph
     names = [node.get_attr("f").name for node in graph.get_operations() if node.type == "StatefulPartitionedCall"]
-    kinds = {"_pull": "pull", "_push": "push", "_exchange": "exchange"}
+    kinds = {"pulled": "pull", "_push": "push", "_exchange": "exchange"}
     asked = [kind for name in names for function, kind in kinds.items() if name.startswith(f"__inference_{function}_")]
     assert asked == ["pull", "exchange", "exchange", "push"]
 
