@@ -209,7 +209,7 @@ def defined(nodes: list[ast.stmt], prefix: str = "") -> Iterator[str]:
             yield from defined(node.body, f"{prefix}{node.name}.")
 
 
-WALKED = re.findall(r"\]\(\.\./(tf2dist/[\w/]+\.py)\) \| `([\w.]+)` \|", PAGES["docs/inside.md"])
+WALKED = re.findall(r"^\d+\. \[.*?\]\(\.\./(tf2dist/[\w/]+\.py)\)\s+`([\w.]+)`:", PAGES["docs/inside.md"], re.MULTILINE)
 
 
 @pytest.mark.parametrize(("path", "name"), WALKED)
