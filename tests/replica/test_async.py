@@ -104,11 +104,11 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
 
 
 def test_what_a_lost_worker_leaves_is_made_good(async_loop: MakeLoop) -> None:
-    """Updates that were admitted and never came, and one that came to the first ps alone."""
+    """Updates that were numbered and never came, and one that came to the first ps alone."""
     loop = async_loop(run_config())
     loop.train(50)
     for server in loop._graphs.servers:
-        server.admitted.assign_add(37)  # admitted, but their worker died
+        server.numbered.assign_add(37)  # numbered, but their worker died
     loop.train(150)
     assert_exact(loop, 150)
 

@@ -19,6 +19,7 @@ from tf2dist import registry
 from tf2dist.errors import TaskLostError
 from tf2dist.training.loop import PauseRequest, WorkersAway
 from tf2dist.training.parameter_server import graphs, schedule
+from tf2dist.training.parameter_server.server import ParameterServer
 
 MakeLoop = Callable[..., Any]
 
@@ -229,7 +230,7 @@ class SlowToApply(keras.optimizers.SGD):
 def test_a_stop_saves_the_updates_that_the_ps_are_applying(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stop does not wait for workers, but it does wait for every admitted update."""
+    """The stop does not wait for workers, but it does wait for every numbered update."""
     monkeypatch.setattr(schedule, "SETTLE_SECS", 60.0)  # a busy machine may need longer than usual for two updates
     config = run_config("softmax", "slow_to_apply", steps_per_execution=1)
     config.grace_secs = 0.1
@@ -238,7 +239,7 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(
 
     def stop_in_an_update() -> PauseRequest:
         # Wait until both workers have reached both ps: after the stop a worker cannot start a push to the second one.
-        are_waiting = all(admitted == applied + 2 for admitted, applied in schedule.counts_of(servers))
+        are_waiting = all(numbered == applied + 2 for numbered, applied in schedule.counts_of(servers))
         return PauseRequest.STOP if are_waiting else PauseRequest.NOTHING
 
     assert loop.train(20, stop_in_an_update) is PauseRequest.STOP
@@ -253,6 +254,23 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(
     after = loop.snapshot()
     for name, array in saved.arrays.items():
         np.testing.assert_array_equal(after.arrays[name], array, name)
+
+
+def test_an_early_stop_sets_no_count_while_workers_push(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that gives its number back would otherwise let an update in after the step that is saved."""
+    config = run_config("softmax", "slow_to_apply", steps_per_execution=1)
+    loop = async_loop(config, num_workers=2)
+    set_counts = []
+
+    def stop() -> PauseRequest:
+        if not loop.progress.global_step:
+            return PauseRequest.NOTHING
+        monkeypatch.setattr(ParameterServer, "number_on_from_applied", lambda server: set_counts.append(server))
+        return PauseRequest.STOP
+
+    assert loop.train(20, stop) is PauseRequest.STOP
+    assert set_counts == []
+    loop._coordinator.join()
 
 
 def test_how_long_a_stop_waits_for_workers() -> None:
@@ -333,7 +351,7 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
 
     def note(*args: Any, **kwargs: Any) -> Any:
         windows.append(loop._scheduler.window())
-        ahead.append(len(ahead) * 10 - int(loop._graphs.servers[0].admitted.numpy()))
+        ahead.append(len(ahead) * 10 - int(loop._graphs.servers[0].numbered.numpy()))
         return schedule(*args, **kwargs)
 
     monkeypatch.setattr(loop._coordinator, "schedule", note)

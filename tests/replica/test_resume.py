@@ -102,7 +102,7 @@ def test_a_pause_brings_all_ps_to_the_same_step(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(steps_per_execution=5))
     loop.train(20)
     first = loop._graphs.servers[0]
-    first.admitted.assign_add(1)
+    first.numbered.assign_add(1)
     zero = tf.constant(0, tf.int64)
     first.counters.add(
         first.counters.indices(zero), zero, tf.concat([ONES, tf.zeros([first.counters.added - len(ONES)])], 0)

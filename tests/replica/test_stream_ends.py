@@ -161,7 +161,7 @@ def test_parts_of_a_model_that_are_behind_catch_up_at_the_end(async_loop: Any, p
     behind = loop._graphs.servers[1].counters
     counts = behind.now()
     behind.restore(counts._replace(applied=counts.applied - 1))
-    loop._graphs.servers[1].forget_refused()
+    loop._graphs.servers[1].number_on_from_applied()
     loop.train(1 << 40)
     applied = [server.counters.now().applied for server in loop._graphs.servers]
     assert applied[0] == applied[1] >= 9

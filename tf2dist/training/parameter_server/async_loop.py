@@ -214,13 +214,14 @@ class AsyncLoop(PsLoop):
         self._reported = counts.totals.sum(axis=0)
         # Of an epoch that ends with the data: whether it has, where it began, and the steps of the one before.
         self._has_ended, self._epoch_began_at, self._epoch_steps = False, counts.applied, UNKNOWN_STEPS
+        self._has_stopped_early = False
 
     @classmethod
     def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
         return AsyncRule(config)
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
-        scheduler, seen = self._scheduler, (0, 0)
+        scheduler, seen, self._has_stopped_early = self._scheduler, (0, 0), False
         scheduler.begin(until_step)
         self._changed_at = time.monotonic()
         # The last call of an evaluation may have returned its result and still count as in flight.
@@ -232,7 +233,7 @@ class AsyncLoop(PsLoop):
             # Asked before the counters are read: if all calls were done then, the counters hold all their updates.
             idle = scheduler.all_done()
             before, seen = seen, (self._read(), self.progress.global_step)
-            admitted, applied = seen
+            numbered, applied = seen
             unused, left = self._graphs.numbers.look(np.array(self.progress.local_steps))
             # That of the first ps, whose counts are those of the workers' steps.
             end = min(until_step, self._origin.earlier_steps + sum(self.progress.local_steps) + left)
@@ -241,27 +242,28 @@ class AsyncLoop(PsLoop):
             if missing <= 0 or not left or requested:
                 break
             # A worker that TensorFlow has given up may still push. As long as the counters move, its updates count.
-            if idle and admitted > applied and seen != before:
+            if idle and numbered > applied and seen != before:
                 time.sleep(MIN_LOOK_SECS)
                 continue
 
-            # All calls are done and steps are missing: updates were refused, or were admitted and then lost with their
+            # All calls are done and steps are missing: updates were refused, or were numbered and then lost with their
             # worker. The ps forget those, or the numbers that they took would never be given to other updates.
             if idle:
                 for server in self._graphs.servers:
-                    server.forget_refused()
+                    server.number_on_from_applied()
                 self._graphs.numbers.close()
                 self._graphs.numbers.open(missing)
                 scheduler.begin_again(applied + unused)
-                admitted = applied
-            # Updates that a ps has begun to apply are neither to be scheduled nor in flight.
-            expected = self._expected(end) - admitted
-            scheduler.fill(admitted + unused, expected)
+                numbered = applied
+            # Updates that a ps has numbered are neither to be scheduled nor in flight.
+            expected = self._expected(end) - numbered
+            scheduler.fill(numbered + unused, expected)
             self.read_all()  # is made here at the first time, while the workers prepare their first step
             time.sleep(scheduler.secs_to_next_look(expected))
         self._has_ended = not left
         # A stop does not wait for the calls in flight, which may have many slow steps.
         if PauseRequest.STOP in requested and missing > 0 and scheduler.stop_early():
+            self._has_stopped_early = True
             return requested
         # At the end of the training the calls have nothing left to do; at another request they run to their end.
         return requested | scheduler.finish(pause_request)
@@ -286,14 +288,16 @@ class AsyncLoop(PsLoop):
         self._read()
         self._graphs.numbers.close()
         # Without a request the loop has ended since all ps have applied the same number of updates, or with the data.
-        if requested or self._has_ended:
+        # After an early stop they have, too, and calls in flight may still push: a number that is given back then must
+        # not meet a count that was set.
+        if (requested or self._has_ended) and not self._has_stopped_early:
             self._align_servers()
 
     def _align_servers(self) -> None:
         """Brings all ps to the same count: a worker that died may have pushed to only some of them."""
         applied = [server.counters.now().applied for server in self._graphs.servers]
         for server in self._graphs.servers:
-            server.forget_refused()
+            server.number_on_from_applied()
         # The ps that are ahead refuse these updates, so they reach only those that are behind.
         if min(applied) < max(applied):
             has_ended = self._has_ended
@@ -309,7 +313,7 @@ class AsyncLoop(PsLoop):
         self._read()
 
     def _read(self) -> int:
-        """Reads the counters of the ps into `progress`; returns the updates that the first ps has admitted."""
+        """Reads the counters of the ps into `progress`; returns the updates that the first ps has numbered."""
         counts = [server.counts().numpy() for server in self._graphs.servers]
         # Every ps counts all updates, so the totals of one of them are those of the run.
         _, totals, metrics = self._graphs.servers[0].counters.split_heads(counts[0][1:])

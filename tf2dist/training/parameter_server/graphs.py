@@ -269,7 +269,11 @@ class PsGraphs(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
-        """Asks the ps which batches the call takes, and how many steps of the worker they have counted."""
+        """Asks the ps which batches the call takes, and how many steps of the worker they have counted.
+
+        The call of a lost worker begins anew on another one: with new batch numbers, another pull, and new numbers of
+        updates. Nothing that the lost worker has computed is sent again.
+        """
 
     @abc.abstractmethod
     def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:

@@ -21,7 +21,7 @@ from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 from tf2dist.training.parameter_server.server import ParameterServer
 
 POLL_SECS = 0.005  # between two looks at calls, which cost nothing
-# An admitted update is applied in less time than this, unless its worker was lost before it had pushed to all ps.
+# A numbered update is applied in less time than this, unless its worker was lost before it had pushed to all ps.
 SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05
 QUIET_SECS, QUIET_STEPS = 2.0, 2.0  # without progress for so long, and for so many steps' time, workers count as lost
 
@@ -77,7 +77,7 @@ def wait_for_calls(
 
 
 def counts_of(servers: Sequence[ParameterServer]) -> list[tuple[int, int]]:
-    """For each ps, the updates that it has admitted and those that it has applied."""
+    """For each ps, the updates that it has numbered and those that it has applied."""
     counts = [server.counts().numpy() for server in servers]
     return [(int(count[0]), int(count[1])) for count in counts]
 
@@ -89,11 +89,11 @@ def stop_early(coordinator: Any, servers: Sequence[ParameterServer], ahead: int,
         Whether they have. If not, no call is in flight.
 
     Args:
-        ahead: how many updates the ps may admit while they are told one after the other.
+        ahead: how many updates the ps may number while they are told one after the other.
         limit: the update at which they stop anyway.
         quiet_secs: how long they may apply none.
     """
-    last = min(limit, max(admitted for admitted, _ in counts_of(servers)) + ahead)
+    last = min(limit, max(numbered for numbered, _ in counts_of(servers)) + ahead)
     for server in servers:
         server.stop_at.assign(last)
     seen, since = [-1], time.monotonic()
@@ -114,12 +114,12 @@ def close_servers(servers: Sequence[ParameterServer], limit: int) -> None:
     Args:
         limit: the global step beyond which the ps refuse updates anyway.
     """
-    # A ps applies an update some time after it has admitted it; a snapshot in between would hold half of it.
-    admitted = [min(server.refuse_all(), limit, int(server.stop_at)) for server in servers]
+    # A ps applies an update some time after it has numbered it; a snapshot in between would hold half of it.
+    numbered = [min(server.refuse_all(), limit, int(server.stop_at)) for server in servers]
     give_up_at = time.monotonic() + SETTLE_SECS
     while True:
         applied = [count for _, count in counts_of(servers)]
-        if applied == admitted or time.monotonic() > give_up_at:
+        if applied == numbered or time.monotonic() > give_up_at:
             break
         time.sleep(SETTLE_POLL_SECS)
     # The last push has reached only some of the ps, and no worker is left to bring it to the others.
@@ -244,15 +244,15 @@ class AsyncScheduler(Scheduler):
         self._steps_scheduled = 0
         self._applied_before = applied
 
-    def fill(self, admitted: int, missing: int) -> None:
+    def fill(self, numbered: int, missing: int) -> None:
         """Schedules calls until enough steps are in flight.
 
         Args:
-            admitted: the updates that a ps has begun to apply.
+            numbered: the updates that a ps has numbered.
             missing: those that are still to be begun in this training.
         """
         # TensorFlow's queue would take any number of calls, but a pause waits for all that it was given.
-        in_flight = self._steps_scheduled - (admitted - self._applied_before)
+        in_flight = self._steps_scheduled - (numbered - self._applied_before)
         for _ in range(in_flight, min(missing, self.window()), self.num_steps):
             self.schedule_call(self._limit)
             self._steps_scheduled += self.num_steps

@@ -177,7 +177,7 @@ class ParameterServer(ModelPart):
         for inner, _ in self.groups:
             inner.global_clipnorm = None  # the worker clips, which alone sees all gradients
         with tf.device(spec.device):
-            self.admitted = tf.Variable(0, dtype=tf.int64, trainable=False, name="admitted")
+            self.numbered = tf.Variable(0, dtype=tf.int64, trainable=False, name="numbered")
             self.stop_at = tf.Variable(NEVER, dtype=tf.int64, trainable=False, name="stop_at")
             self.counters = Counters(spec.num_workers, spec.num_metrics)
             self.num_sums = self.counters.added - len(ONES)
@@ -281,25 +281,26 @@ class ParameterServer(ModelPart):
         return self.pulled(*self._push_layout.next_request(pushed))
 
     def _admit(self, pushed: WireTensors, indices: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-        """Applies one update, unless `limit` or `stop_at` have been admitted already; returns whether it was applied.
+        """Numbers an update, and applies it if its number is below `limit` and `stop_at`; returns whether it has.
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any number of workers may
-        push at once, and pushes repeated after a worker's death cannot carry the count beyond the limit.
+        push at once, and calls that are repeated after a worker's death cannot carry the count beyond the limit. The
+        update is counted in another atomic operation, `Counters.add`, when it is applied.
 
-        With a limit of 100, and 98 updates applied and admitted, an update
+        With a limit of 100, and 98 updates numbered and applied, an update
 
             that was pulled at 97 gets the number 98: applied, staleness 1, and 99 are applied;
             that was pulled at 98 gets the number 99: applied, staleness 1, and 100 are applied;
             that was pulled at 98, too, gets the number 100: refused, with the step of its worker not counted;
             of a batch that does not exist, with the limit `NO_UPDATE`, gets 101, and gives that back.
 
-        So 101 are admitted in the end, until `forget_refused` sets that to the 100 that are applied.
+        So 101 are numbered in the end, until `number_on_from_applied` sets that to the 100 that are applied.
 
         Args:
             pushed: of `push_layout`.
             indices: where it is counted.
         """
-        number = tf.raw_ops.ResourceCountUpTo(resource=self.admitted.handle, limit=NEVER, T=tf.int64)
+        number = tf.raw_ops.ResourceCountUpTo(resource=self.numbered.handle, limit=NEVER, T=tf.int64)
 
         def apply() -> tf.Tensor:
             if self._lock is None:
@@ -310,7 +311,7 @@ class ParameterServer(ModelPart):
         def refuse() -> tf.Tensor:
             # What is no update gives its number back. In the meantime the count is too high, which refuses an update
             # too many rather than admits one. A branch before the number would cost a tenth of a small model's step.
-            returned = self.admitted.assign_sub(tf.cast(limit <= NO_UPDATE, tf.int64), read_value=False)
+            returned = self.numbered.assign_sub(tf.cast(limit <= NO_UPDATE, tf.int64), read_value=False)
             with tf.control_dependencies([returned]):
                 return tf.constant(False)
 
@@ -340,22 +341,25 @@ class ParameterServer(ModelPart):
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
 
     def _counts(self) -> tf.Tensor:
-        """Everything the coordinator watches, float64: admitted, and the heads of the counters."""
-        admitted = tf.cast(self.admitted.read_value(), tf.float64)
-        return tf.concat([[admitted], self.counters.heads()], 0)
+        """Everything that the coordinator watches, float64: the updates numbered, and the heads of the counters."""
+        numbered = tf.cast(self.numbered.read_value(), tf.float64)
+        return tf.concat([[numbered], self.counters.heads()], 0)
 
     def restore(self, counts: Counts) -> None:
         """Goes on counting from there; to be called before any push."""
-        self.admitted.assign(counts.applied)
+        self.numbered.assign(counts.applied)
         self.counters.restore(counts)
 
-    def forget_refused(self) -> None:
-        """Makes room for updates that were admitted and then lost; to be called while nobody pushes."""
-        self.admitted.assign(self.counters.now().applied)
+    def number_on_from_applied(self) -> None:
+        """Gives the next update the number after those that are applied; to be called while nobody pushes.
+
+        Higher numbers were refused, or lost with their workers.
+        """
+        self.numbered.assign(self.counters.now().applied)
 
     def refuse_all(self) -> int:
-        """Refuses every update from now on, until `forget_refused`; returns how many have asked to be admitted."""
-        return int(self.admitted.assign_add(REFUSING)) - REFUSING
+        """Refuses every update from now on, until `number_on_from_applied`; returns how many were numbered."""
+        return int(self.numbered.assign_add(REFUSING)) - REFUSING
 
 
 class UpdateNumber(keras.Variable):
