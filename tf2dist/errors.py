@@ -10,7 +10,7 @@
     |  `- InstallationError                an installed package without something that is needed of it
     |- TrainingError                 1     the training code failed
     |- TaskFailure            its task's   one or more tasks of this host failed
-    |- NotFiniteError                3     the loss is not a finite number
+    |- NotFiniteError                3     the loss or a variable is not finite
     |- TaskLostError               138     a peer or the cluster was lost: worth a retry
     |  `- LeaderLostError          139     the leader is gone, or did not come
     |- TaskLeft                    143     this task alone ended on SIGTERM, see task.on_term
@@ -113,7 +113,7 @@ class TrainingError(TfDistError):
 
 
 class NotFiniteError(TfDistError):
-    """The loss is not a finite number. Exit code 3."""
+    """The loss or a variable is not finite. Exit code 3."""
 
     exit_code = 3
 
