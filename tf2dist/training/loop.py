@@ -228,8 +228,8 @@ class Loop(abc.ABC):
 
     # What is told of the run, and its end.
 
-    def not_finite(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
-        """The error of a loss; `progress` then has the metrics of all steps until then."""
+    def loss_error(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
+        """Sets the metrics of `progress` to those of all steps so far; returns the error to raise."""
         self.progress = replace(self.progress, metrics=metrics)
         return NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
 

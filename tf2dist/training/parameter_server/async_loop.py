@@ -320,7 +320,7 @@ class AsyncLoop(PsLoop):
         steps, loss, examples = new = totals.sum(axis=0)
         # A sum that is not finite once stays so, so a single bad update is noticed however seldom this looks.
         if not np.isfinite(loss):
-            raise self.not_finite(loss, self._origin.earlier_steps + int(steps), metrics)
+            raise self.loss_error(loss, self._origin.earlier_steps + int(steps), metrics)
         delta_steps, delta_loss, _ = new - self._reported
         now, before = time.monotonic(), self.progress
         applied = int(min(count[1] for count in counts))  # by all ps: one may be ahead of another

@@ -294,7 +294,7 @@ class SyncReplicasLoop(PsLoop):
         loss, steps = counts.sums[0] - before.sums[0], counts.step - before.step
         # A sum that is not finite once stays so, so a single bad step is noticed however seldom this looks.
         if not np.isfinite(counts.sums[0]):
-            raise self.not_finite(counts.sums[0], counts.step, counts.sums[2:])
+            raise self.loss_error(counts.sums[0], counts.step, counts.sums[2:])
         if steps:
             self._scheduler.steps_per_sec = steps / (now - self._changed_at)
             self._changed_at = now

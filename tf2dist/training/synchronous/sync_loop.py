@@ -86,7 +86,7 @@ class SyncLoop(Loop):
             self._own_secs = (time.monotonic() - started) / count
             # The loss is the sum over all workers, so all of them stop here at the same step.
             if not np.isfinite(loss):
-                raise self.not_finite(loss, step, metrics)
+                raise self.loss_error(loss, step, metrics)
             self.progress = Progress(
                 global_step=step,
                 local_steps=self._local_steps(step),
