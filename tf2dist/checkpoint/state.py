@@ -128,18 +128,18 @@ def values(
     """
     # Each ps advances its copy once for each step, so the first one stands for all.
     firsts = {name: variables[0] for name, variables in named.items()}
-    arrays = finite({name: variable.value.numpy() for name, variable in firsts.items() if name not in by_row})
+    arrays = savable({name: variable.value.numpy() for name, variable in firsts.items() if name not in by_row})
     tables = {name: variable for name, variable in firsts.items() if name in by_row}
     return arrays | {name: in_file(_pieces(name, v, progress), tuple(v.shape), folder) for name, v in tables.items()}
 
 
 def _pieces(name: str, variable: keras.Variable, progress: Callable[[], None]) -> Iterator[np.ndarray]:
     for first, last in row_pieces(variable):
-        yield finite({name: read_piece(variable, first, last)})[name]
+        yield savable({name: read_piece(variable, first, last)})[name]
         progress()
 
 
-def finite(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def savable(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays in types that numpy's files can hold."""
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files cannot hold; float32 holds it exactly

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.state import Named, finite, values
+from tf2dist.checkpoint.state import Named, savable, values
 from tf2dist.model.packing import Packing
 from tf2dist.model.shards import parts_of, read_piece
 from tf2dist.process import heartbeat
@@ -68,7 +68,7 @@ class PackedRead:
         arrays = values(self._rest, self._by_row, self._folder, heartbeat.progress)
         for shapes, packing, read in self._packed:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
-            arrays |= finite({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
+            arrays |= savable({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
         kept: dict[str, dict[int, tf.Tensor]] = {}
         for keys, read in self._kept:
             for (name, number), tensor in zip(keys, read(), strict=True):
@@ -77,7 +77,7 @@ class PackedRead:
         def fetch() -> Arrays:
             # One after the other, so that the ps can free each, and no part is in memory with all of the whole.
             for name in list(kept):
-                arrays.update(finite({name: _joined(kept.pop(name), self._wholes[name])}))
+                arrays.update(savable({name: _joined(kept.pop(name), self._wholes[name])}))
             # The order of the names decides the order of the arrays in a checkpoint.
             return {name: arrays[name] for name in self._names}
 
