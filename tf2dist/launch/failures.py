@@ -189,7 +189,7 @@ class FailureReader:
         return "\n".join(self._log_of(task).splitlines()[-TAIL_LINES:])
 
 
-def is_secondary(failure: FailureRecord) -> bool:
+def is_consequence(failure: FailureRecord) -> bool:
     """Whether the task failed only because it lost another one."""
     return failure.exit_code in LOSSES and not failure.by_signal
 
@@ -202,9 +202,9 @@ def blames_another(task: str, message: str) -> bool:
 
 def cause_order(failure: FailureRecord) -> tuple[int, float]:
     """Sorts the cause before its consequences: survivors often report first."""
-    # What was killed is not a consequence of another failure, and a secondary failure always is. An error of the
+    # What was killed is not a consequence of another failure, and what `is_consequence` finds is. An error of the
     # training code stands between them: it may follow from a kill.
-    return (0 if failure.by_signal else 2 if is_secondary(failure) else 1, failure.time)
+    return (0 if failure.by_signal else 2 if is_consequence(failure) else 1, failure.time)
 
 
 class RestartDecision(enum.Enum):

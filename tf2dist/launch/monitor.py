@@ -16,7 +16,7 @@ from tf2dist.launch.failures import (
     RestartPolicy,
     blames_another,
     cause_order,
-    is_secondary,
+    is_consequence,
 )
 from tf2dist.launch.host_run import HostRun, SessionMessage
 from tf2dist.launch.launcher import Launcher
@@ -272,17 +272,17 @@ class Monitor:
 
     def _restart_or_fail(self) -> None:
         """Deals with the failures since the last call."""
-        self._wait_for_root_failure()
+        self._wait_for_cause()
         failures = self._attempt.failures
         if self._phase() is not Phase.RUNNING:
             return  # a stop or the result has come meanwhile
-        if self._leader_is_done and all(map(is_secondary, failures)):
+        if self._leader_is_done and all(map(is_consequence, failures)):
             failures.clear()  # the run is over: this task was started again too late to meet the others
             return
         decision = self._policy.decide(failures[0])
         if decision is RestartDecision.FAIL and not self._meeting:
-            self._collect_secondary_failures()
-            if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_secondary(failures[0])):
+            self._collect_consequences()
+            if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_consequence(failures[0])):
                 return
             decision = self._policy.decide(failures[0])  # now perhaps another one, since they were sorted again
         if decision is RestartDecision.FAIL:
@@ -325,18 +325,18 @@ class Monitor:
         self._tasks.start(task, self._num_restarts_of_all)
         self._watchdog.started(task)
 
-    def _wait_for_root_failure(self) -> None:
-        """Waits for the root failure: survivors often report first, and a frozen task is only found after a while."""
+    def _wait_for_cause(self) -> None:
+        """Waits for the first cause: survivors often report first, and a frozen task is only found after a while."""
         deadline = self._clock.monotonic() + (CAUSE_SECS if self._meeting else SECONDARY_SECS)
-        while all(map(is_secondary, self._attempt.failures)) and (self._meeting or self._launcher.tasks):
+        while all(map(is_consequence, self._attempt.failures)) and (self._meeting or self._launcher.tasks):
             is_late = self._clock.monotonic() > deadline and not self._watchdog.has_suspects
             if self._phase() is not Phase.RUNNING or is_late:
                 break
             self._step()
         self._attempt.failures.sort(key=cause_order)
 
-    def _collect_secondary_failures(self) -> None:
-        """Collects secondary failures for the report."""
+    def _collect_consequences(self) -> None:
+        """Collects the consequences of the cause for the report."""
         deadline = self._clock.monotonic() + SECONDARY_SECS
         while self._launcher.tasks and self._clock.monotonic() < deadline:
             self._step()
