@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(single_run, "supervise", lambda *args: pytest.fail("a wrong call is run"))
+    monkeypatch.setattr(single_run, "run_host", lambda *args: pytest.fail("a wrong call is run"))
     return tmp_path
 
 
@@ -361,7 +361,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
         results.append(results[1].load())
         return {}
 
-    monkeypatch.setattr(single_run, "supervise", run)
+    monkeypatch.setattr(single_run, "run_host", run)
     monkeypatch.setattr(shipping, "is_task", False)
     tf2dist.fit(**{"model": model, "x": X, "y": Y, "batch_size": 4, "verbose": 0, **arguments})
     monkeypatch.setattr(shipping, "is_task", False)

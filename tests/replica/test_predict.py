@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(single_run, "supervise", lambda *args: pytest.fail("a wrong call is run"))
+    monkeypatch.setattr(single_run, "run_host", lambda *args: pytest.fail("a wrong call is run"))
     return tmp_path
 
 

@@ -61,7 +61,7 @@ def test_the_command_refuses_or_warns_once(
     allow: bool, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(single_run, "supervise", lambda *args: {})
+    monkeypatch.setattr(single_run, "run_host", lambda *args: {})
     monkeypatch.delenv("TF_CONFIG", raising=False)
     arguments = ["mode=sync", "cluster=hosts", "cluster.worker=[8.8.8.8:2222]", "task.type=worker", "task.index=0"]
     arguments += ["data=digits", "cluster.check_address=false", f"cluster.allow_public={allow}"]

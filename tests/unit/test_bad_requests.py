@@ -39,7 +39,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(location, "_download", lambda *args: pytest.fail("a download for a wrong request"))
-    monkeypatch.setattr(single_run, "supervise", lambda *args: pytest.fail("a wrong request is run"))
+    monkeypatch.setattr(single_run, "run_host", lambda *args: pytest.fail("a wrong request is run"))
     monkeypatch.setattr(cli, "sweep_job", lambda *args: pytest.fail("a wrong request is run"))
     return folder
 

@@ -17,7 +17,7 @@ from tests.unit.scripted import host_run
 from tf2dist import cli
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
-from tf2dist.launch import run_dir, single_run, supervisor
+from tf2dist.launch import host_tasks, run_dir, single_run
 from tf2dist.training.writers import JsonlWriter
 
 FOLDERS = ["logs", "checkpoints", "tensorboard"]
@@ -93,12 +93,12 @@ def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(
         lock.check()  # no other run has come yet
         again = run_dir.make_run_dir(RunConfig(run_dir=str(folder)))
         with run_dir.locked(again) as its:
-            supervisor.write_summary(again, its, {"of": "the other run"})
+            host_tasks.write_summary(again, its, {"of": "the other run"})
         other = (again / "summary.json").read_text()
         with pytest.raises(TrainingError, match=rf"run_dir \({folder}\): was removed during the run, and another run"):
-            supervisor.note_begin(host_run(RunConfig(), folder), lock)
+            host_tasks.note_begin(host_run(RunConfig(), folder), lock)
         with pytest.raises(TrainingError, match=r"another run uses that path now.*; its content would be\n.*this run"):
-            supervisor.write_summary(folder, lock, {"of": "this run"})
+            host_tasks.write_summary(folder, lock, {"of": "this run"})
         assert (folder / "summary.json").read_text() == other
         assert not (folder / "config.yaml").exists()
 
@@ -106,13 +106,13 @@ def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(
 def test_a_run_that_begins_removes_the_result_of_an_earlier_one(folder: Path) -> None:
     for name in ("summary.json", "training.png", "metrics.jsonl"):
         (folder / name).write_text("earlier")
-    supervisor.note_begin(host_run(RunConfig(), folder), None)
+    host_tasks.note_begin(host_run(RunConfig(), folder), None)
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "logs", "metrics.jsonl"}
 
 
 def test_a_metric_that_is_not_a_number_is_null(folder: Path) -> None:
     summary = {"test_loss": 0.5, "test_auc": float("nan"), "curve": [float("inf"), 1], "counts": [7, 0, 2]}
-    supervisor.write_summary(folder, None, summary)
+    host_tasks.write_summary(folder, None, summary)
     with contextlib.closing(JsonlWriter(folder / "metrics.jsonl", "worker-0", 0.0)) as writer:
         writer.write(3, {"auc": float("nan")})
     texts = [(folder / name).read_text() for name in ("summary.json", "metrics.jsonl")]

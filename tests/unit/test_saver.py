@@ -11,7 +11,7 @@ from tests.unit.test_saving import assert_same, fail, snapshot
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.store import Checkpoints, Saver
 from tf2dist.errors import TrainingError
-from tf2dist.launch.supervisor import check_saved
+from tf2dist.launch.host_tasks import check_saved
 from tf2dist.messages import Saved, ToLauncher, Warned
 
 RESULT = {"test_accuracy": 0.9, "test_loss": 0.3, "test_examples": 100}

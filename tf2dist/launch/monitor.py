@@ -111,7 +111,7 @@ class Monitor:
         self._watchdog = Watchdog(launcher, config, run.console.status, clock)
         self._reader = FailureReader(launcher.log_dir, launcher.log_of)
         self._attempt = Attempt()
-        self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `supervisor.on_free_ports`
+        self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `host_tasks.on_free_ports`
         self._lost_peers: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
         self._began_at, self._global_step = clock.monotonic(), 0

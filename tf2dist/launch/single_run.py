@@ -44,8 +44,8 @@ from tf2dist.launch.console import (
 )
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.host_run import HostRun, Session
+from tf2dist.launch.host_tasks import run_host
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
-from tf2dist.launch.supervisor import supervise
 from tf2dist.linux import child_environment, code_command
 from tf2dist.signals import Signals, StopRequest
 
@@ -61,7 +61,7 @@ def run_in_folder(
     stop: StopRequest,
     session: Session | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Makes the run directory and runs in it; see `supervise`.
+    """Makes the run directory and runs in it; see `run_host`.
 
     Returns:
         The run directory and the summary.
@@ -73,7 +73,7 @@ def run_in_folder(
     run_dir = make_run_dir(config)
     config.run_dir = str(run_dir)  # after a failure `fit` looks here for what the run has left
     try:
-        return run_dir, supervise(HostRun(config, place, run_dir, console, started_at, stop, session))
+        return run_dir, run_host(HostRun(config, place, run_dir, console, started_at, stop, session))
     except Interrupted as error:
         # Only here: a run may be stopped before it knows of the checkpoints of the run that it resumes.
         if not can_go_on(run_dir):

@@ -1,4 +1,7 @@
-"""Runs the tasks of one command on this host, from the choice of the cluster to summary.json."""
+"""Runs the tasks of one command on this host, from the choice of the cluster to summary.json.
+
+`monitor` watches them and starts them again, by the policy in `failures`.
+"""
 
 import contextlib
 import functools
@@ -35,7 +38,7 @@ def on_free_ports(cluster: Cluster, launcher: Launcher, restarts: int) -> Cluste
     return cluster.at_ports(launcher.ports[first:])
 
 
-def supervise(run: HostRun) -> dict[str, Any]:
+def run_host(run: HostRun) -> dict[str, Any]:
     """Runs all tasks of a managed cluster, or this host's one task, to their end.
 
     Returns:
@@ -63,7 +66,7 @@ def supervise(run: HostRun) -> dict[str, Any]:
 
 
 def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, Any]:
-    """Runs the tasks of this host to their end, and writes the summary; see `supervise`."""
+    """Runs the tasks of this host to their end, and writes the summary; see `run_host`."""
     place, console, session = run.place, run.console, run.session
     with contextlib.ExitStack() as stack:
         console.status("starting TensorFlow")
