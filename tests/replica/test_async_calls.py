@@ -274,11 +274,11 @@ def test_an_early_stop_sets_no_count_while_workers_push(async_loop: MakeLoop, mo
 
 
 def test_how_long_a_stop_waits_for_workers() -> None:
-    assert schedule.quiet_secs(0.0, 2, grace_secs=10.0) == 5.0, "no step has been measured yet"
-    assert schedule.quiet_secs(100.0, 2, grace_secs=10.0) == 2.0
-    assert schedule.quiet_secs(1.0, 2, grace_secs=10.0) == 4.0, "a step takes 2 s"
-    assert schedule.quiet_secs(0.1, 2, grace_secs=10.0) == 5.0
-    assert schedule.quiet_secs(100.0, 2, grace_secs=1.0) == 0.5
+    assert schedule.longest_silence(0.0, 2, grace_secs=10.0) == 5.0, "no step has been measured yet"
+    assert schedule.longest_silence(100.0, 2, grace_secs=10.0) == 2.0
+    assert schedule.longest_silence(1.0, 2, grace_secs=10.0) == 4.0, "a step takes 2 s"
+    assert schedule.longest_silence(0.1, 2, grace_secs=10.0) == 5.0
+    assert schedule.longest_silence(100.0, 2, grace_secs=1.0) == 0.5
 
 
 def test_no_function_is_created_while_many_hosts_train() -> None:

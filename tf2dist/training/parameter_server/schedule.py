@@ -53,7 +53,7 @@ class StopDeadline:
             raise WorkersAway
 
 
-def quiet_secs(steps_per_sec: float, num_workers: int, grace_secs: float) -> float:
+def longest_silence(steps_per_sec: float, num_workers: int, grace_secs: float) -> float:
     """How long workers may make no progress before a stop takes them for lost: longer than a step, if time allows.
 
     Args:
@@ -82,7 +82,9 @@ def counts_of(servers: Sequence[ParameterServer]) -> list[tuple[int, int]]:
     return [(int(count[0]), int(count[1])) for count in counts]
 
 
-def stop_early(coordinator: Any, servers: Sequence[ParameterServer], ahead: int, limit: int, quiet_secs: float) -> bool:
+def stop_servers(
+    coordinator: Any, servers: Sequence[ParameterServer], ahead: int, limit: int, quiet_secs: float
+) -> bool:
     """Makes all ps stop at the same update soon, while calls are in flight.
 
     Returns:
@@ -263,12 +265,12 @@ class AsyncScheduler(Scheduler):
         return 2 * self.num_steps * self.num_workers + int(3 * MAX_LOOK_SECS * self.steps_per_sec)
 
     def stop_early(self) -> bool:
-        """Ends the training after a few more steps, though calls are in flight; see `stop_early`."""
+        """Ends the training after a few more steps, though calls are in flight; see `stop_servers`."""
         ahead = self.num_workers + int(STOP_SECS * self.steps_per_sec)
-        return stop_early(self._coordinator, self.graphs.servers, ahead, int(self._limit), self.quiet_secs())
+        return stop_servers(self._coordinator, self.graphs.servers, ahead, int(self._limit), self.quiet_secs())
 
     def _counted(self) -> Any:
         return counts_of(self.graphs.servers)
 
     def quiet_secs(self) -> float:
-        return quiet_secs(self.steps_per_sec, self.num_workers, self.grace_secs)
+        return longest_silence(self.steps_per_sec, self.num_workers, self.grace_secs)

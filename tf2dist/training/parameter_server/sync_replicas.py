@@ -31,7 +31,7 @@ from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
 from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
 from tf2dist.training.parameter_server.graphs import GraphsSpec, PsCall, PsGraphs
 from tf2dist.training.parameter_server.rows import Routed
-from tf2dist.training.parameter_server.schedule import MAX_LOOK_SECS, Scheduler, quiet_secs
+from tf2dist.training.parameter_server.schedule import MAX_LOOK_SECS, Scheduler, longest_silence
 from tf2dist.training.parameter_server.server import PartSpec
 from tf2dist.training.parameter_server.sync_replicas_counters import (
     GRADIENTS_ARRAY,
@@ -115,14 +115,14 @@ class SyncReplicasGraphs(PsGraphs):
     def _exchange(
         self, call: PsCall, pushes: list[WireTensors], number: int, requests: list[Request]
     ) -> list[WireTensors]:
-        with tf.control_dependencies(self._keep(call, pushes)):
+        with tf.control_dependencies(self._leave_at_following(call, pushes)):
             return self._follow(self.deciding.exchange(pushes[0], call.worker, *requests[0]), requests)
 
     def _push(self, call: PsCall, pushes: list[WireTensors], number: int) -> tf.Tensor:
-        with tf.control_dependencies(self._keep(call, pushes)):
+        with tf.control_dependencies(self._leave_at_following(call, pushes)):
             return self.deciding.push(pushes[0], call.worker)
 
-    def _keep(self, call: PsCall, pushes: list[WireTensors]) -> list[tf.Tensor]:
+    def _leave_at_following(self, call: PsCall, pushes: list[WireTensors]) -> list[tf.Tensor]:
         # The deciding ps must not take a gradient of which another ps has no part.
         return [server.keep(push, call.worker) for server, push in zip(self.following, pushes[1:], strict=True)]
 
@@ -182,7 +182,7 @@ class SyncReplicasScheduler(Scheduler):
 
     def quiet_secs(self) -> float:
         # All workers take part in a step.
-        return quiet_secs(self.steps_per_sec, 1, self.grace_secs)
+        return longest_silence(self.steps_per_sec, 1, self.grace_secs)
 
 
 class SyncReplicasRule(UpdateRule):

@@ -243,13 +243,13 @@ class DecidingServer(AggregatingServer):
         """Takes a gradient, and makes the step if it is complete with this one."""
         count = self._counters.accept(worker, step, self.quota)
         complete = _branch(lambda: self._complete(gradient, rows, count, step))
-        tf.cond(self.is_complete(count), complete, _branch(lambda: self._keep(gradient, rows, count)))
+        tf.cond(self.is_complete(count), complete, _branch(lambda: self._add_to_step(gradient, rows, count)))
 
     def is_complete(self, count: tf.Tensor) -> tf.Tensor:
         """Whether so many gradients make the step; a single one only if `replicas` is 1."""
         return count == self.replicas
 
-    def _keep(self, gradient: WireTensors, rows: list[RowGradient], count: tf.Tensor) -> None:
+    def _add_to_step(self, gradient: WireTensors, rows: list[RowGradient], count: tf.Tensor) -> None:
         """Keeps a gradient for the step, as number `count` of it."""
         pairs = list(zip(self._total, gradient, strict=True))
 
