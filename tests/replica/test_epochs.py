@@ -108,12 +108,37 @@ def everything() -> keras.Model:
     return model
 
 
+def ones(rng: np.random.Generator, num: int) -> Arrays:
+    return Arrays(np.ones([num, 1], np.float32), np.zeros([num, 1], np.float32))
+
+
+class LogOfRest(keras.metrics.Metric):
+    """No number in the first epoch, in which a prediction is above 0.9, and one in all later epochs."""
+
+    def __init__(self) -> None:
+        super().__init__(name="log_of_rest")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.sum(keras.ops.log(0.9 - predicted)))
+
+    def result(self) -> Any:
+        return self.total + 0.0
+
+
+def no_number_at_first() -> keras.Model:
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=[LogOfRest()])
+    return model
+
+
 CASES = {
     "regression": (regression, table),
     "binary": (binary, two_classes),
     "two outputs": (two_outputs, two_of_each),
     "recurrent": (recurrent, sentences),
     "everything": (everything, table),
+    "no number at first": (no_number_at_first, ones),
 }
 
 
@@ -284,7 +309,11 @@ def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_w
 
 
 @pytest.mark.parametrize(
-    "name", ["everything", *(pytest.param(name, marks=pytest.mark.slow) for name in ("regression", "two outputs"))]
+    "name",
+    [
+        *("everything", "no number at first"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("regression", "two outputs")),
+    ],
 )
 def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(drive_in_sync, num_workers=1, args=(name, BATCH))

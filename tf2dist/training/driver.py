@@ -342,6 +342,7 @@ class Epochs(Length):
         # Only now: a run that is stopped while its callbacks work is saved at the end of this epoch and, when it is
         # resumed, calls them again.
         state.position = state.position.next(loop.progress.global_step)
+        loop.clear_metrics()
         state.before = loop.progress.metrics
         if loop.sharding.ends_with_data:
             loop.begin_epoch()

@@ -23,6 +23,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluation import Evaluation
+from tf2dist.model.metrics import finite_or_zero
 from tf2dist.model.model_checks import advice_on
 from tf2dist.model.source import EpochPlan
 from tf2dist.tf_internals import set_learning_rates
@@ -227,6 +228,17 @@ class Loop(abc.ABC):
         self._trained = finalize(self.named, self._optimizers())
 
     # What is told of the run, and its end.
+
+    def clear_metrics(self) -> None:
+        """Forgets the sums of metrics that are not finite, as Keras does between two epochs; while no task trains."""
+        metrics = self.progress.metrics
+        if not np.isfinite(metrics).all():
+            self._clear_counted_metrics()
+            self.progress = replace(self.progress, metrics=finite_or_zero(metrics))
+
+    @abc.abstractmethod
+    def _clear_counted_metrics(self) -> None:
+        """Does the same where the metrics are counted, if that is not `progress`."""
 
     def loss_error(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
         """Sets the metrics of `progress` to those of all steps so far; returns the error to raise."""

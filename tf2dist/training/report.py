@@ -16,7 +16,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
 from tf2dist.model.evaluation import Evaluation
-from tf2dist.model.metrics import Metrics, Results
+from tf2dist.model.metrics import Metrics, Results, finite_or_zero
 from tf2dist.tf_internals import counter_of, inner_optimizers, learning_rate_of
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.writers import JsonlWriter, PatientWriter, RunDescription, TensorBoardWriter, Values
@@ -34,7 +34,8 @@ class _Recent:
         self._metrics, self._before = metrics, before.metrics
 
     def since_last(self, progress: Progress) -> dict[str, float]:
-        new, self._before = progress.metrics - self._before, progress.metrics
+        # A sum that was not finite is 0 after its epoch; see `Loop.clear_metrics`.
+        new, self._before = progress.metrics - finite_or_zero(self._before), progress.metrics
         # Without a step in between, the metrics would be quotients of zeros.
         results = scalars_of(self._metrics.results(new)) if new.any() else {}
         return {**results, "loss": progress.loss}

@@ -339,6 +339,10 @@ class AsyncLoop(PsLoop):
         self._reported = new
         return int(counts[0][0])
 
+    def _clear_counted_metrics(self) -> None:
+        for server in self._graphs.servers:
+            server.counters.clear_metrics()
+
     def updates_applied(self) -> int:
         """The sum of all workers' steps; the global step comes from another counter of the ps."""
         return self._origin.earlier_steps + int(self._graphs.servers[0].counters.now().steps.sum())

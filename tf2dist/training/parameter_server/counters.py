@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_position, stream_positions
 from tf2dist.data.passes import InputPosition, Sharding
+from tf2dist.model.metrics import finite_or_zero
 
 TOTALS_ARRAY, STALENESS_ARRAY = "async_counts", "async_staleness"  # the names of these arrays in a snapshot
 MAX_STALENESS = 1023  # the last bin of the histogram counts this staleness and all above
@@ -78,6 +79,11 @@ class Counters:
         metrics = counts.metrics[: self._num_metrics]
         parts = [np.array([counts.applied]), counts.totals.ravel(), metrics, counts.staleness]
         self._values.assign(np.concatenate(parts))
+
+    def clear_metrics(self) -> None:
+        """Sets the sums of metrics that are not finite to 0; to be called while nobody pushes."""
+        counts = self.now()
+        self.restore(counts._replace(metrics=finite_or_zero(counts.metrics)))
 
     def now(self) -> Counts:
         values = self._values.numpy()

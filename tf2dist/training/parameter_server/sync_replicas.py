@@ -312,6 +312,9 @@ class SyncReplicasLoop(PsLoop):
             metrics=counts.sums[2:],
         )
 
+    def _clear_counted_metrics(self) -> None:
+        self._graphs.deciding.clear_metrics()
+
     def updates_applied(self) -> int:
         """From the gradients that are in steps; the global step comes from another counter of the ps."""
         gradients = self._graphs.deciding.counts().aggregated.sum() - self._origin.aggregated.sum()

@@ -183,6 +183,9 @@ class DecidingServer(AggregatingServer):
     def counts(self) -> GradientCounts:
         return self._counters.split(self._read().numpy())
 
+    def clear_metrics(self) -> None:
+        self._counters.clear_metrics()
+
     def restore(self, step: int, aggregated: np.ndarray, dropped: np.ndarray) -> None:
         """Goes on counting from there; to be called before any push."""
         self.step.assign(step)

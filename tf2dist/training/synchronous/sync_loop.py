@@ -120,6 +120,9 @@ class SyncLoop(Loop):
         # Each worker gets its signals at a moment of its own; acting on them alone, it would leave the others waiting.
         return PauseRequest.of_sums(list(self._workers.add_up(np.array(request.to_floats()))))
 
+    def _clear_counted_metrics(self) -> None:
+        pass  # every worker adds them up in its own `progress`
+
     def _log(self, count: int) -> None:
         """Prints the worker's line whenever it has passed a multiple of log_every_steps."""
         step, every = self.progress.global_step, self.config.train.log_every_steps
