@@ -80,7 +80,7 @@ def test_the_page_of_the_four_ideas_shows_the_programs_as_they_are(path: Path) -
 
 CONTRIBUTING = PAGES["docs/CONTRIBUTING.md"]
 EXAMPLES = re.findall(
-    r"^## Adding an (.*?)\n.*?```diff\n(.*?)```\n\n```sh\n(.*?)```", CONTRIBUTING, re.DOTALL | re.MULTILINE
+    r"^## Adding an (\w+)\n(?:(?!^## ).)*?```diff\n(.*?)```\n\n```sh\n(.*?)```", CONTRIBUTING, re.DOTALL | re.MULTILINE
 )
 
 
