@@ -83,7 +83,7 @@ class Counters:
     def clear_metrics(self) -> None:
         """Sets the sums of metrics that are not finite to 0; to be called while nobody pushes."""
         counts = self.now()
-        self.restore(counts._replace(metrics=finite_or_zero(counts.metrics)))
+        self.restore(Counts(counts.applied, counts.totals, finite_or_zero(counts.metrics), counts.staleness))
 
     def now(self) -> Counts:
         values = self._values.numpy()
