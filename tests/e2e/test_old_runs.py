@@ -1,14 +1,17 @@
 """Runs of an earlier version, made before the package was rearranged, are read and continued as it did."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conftest import Command
+from tests.conftest import Command, slowness
 from tf2dist import evaluate
 
 OLD_RUNS = Path(__file__).with_name("old_runs")
@@ -34,6 +37,14 @@ def test_a_run_goes_on(mode: str, command: Command, no_leftovers: Callable[[], N
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() == before.keys()
     assert (summary["updates_applied"], summary["examples_seen"]) == (60, before["examples_seen"] + 19 * 100 + 57)
+
+
+def test_an_evaluation_needs_no_matplotlib(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no such symbol')\n")
+    command = [sys.executable, "-m", "tf2dist.evaluate", OLD_RUNS / "async"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100 * slowness())
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_finished_model_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,10 @@ def test_of_a_path_only_its_presence_is_compared() -> None:
     assert given == other != nothing
 
 
+def test_an_argument_that_is_an_empty_mapping_is_compared() -> None:
+    assert identity._shared({"model": {"name": "mine", "given": {}}}) == {"model": {"name": "mine", "given": {}}}
+
+
 def test_plugins_are_compared_by_their_content(tmp_path: Path) -> None:
     for folder, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
         (tmp_path / folder).mkdir()

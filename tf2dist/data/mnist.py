@@ -41,7 +41,11 @@ def decoded(path: Path) -> Arrays:
             made = Path(temporary, "made")
             made.mkdir()
             for name, array in zip(ARRAYS, arrays.leaves, strict=True):
-                np.save(made / name, array)
+                with open(made / name, "wb") as file:
+                    np.save(file, array)
+                    # Or a file may have its length and not its content after a loss of power, which nothing notices.
+                    file.flush()
+                    os.fsync(file.fileno())
             # A rename replaces no folder that has files in it, so the broken one is moved into the one that is removed.
             if is_broken:
                 folder.rename(Path(temporary, "broken"))

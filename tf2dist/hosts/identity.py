@@ -67,7 +67,7 @@ def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         scope = OPTIONS[name].scope if name in OPTIONS else "job"
         if isinstance(value, dict):
-            if section := _shared(value, f"{name}."):
+            if (section := _shared(value, f"{name}.")) or not value:
                 shared[key] = section
         elif scope == "either" and value is not None:
             shared[key] = "given"
@@ -77,7 +77,7 @@ def _shared(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _sha256(path: str) -> str:
-    with raising(f"plugins ({path}): cannot be read", "make it readable"):
+    with raising(f"plugins ({path}): cannot be read", "name a file that can be read"):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
@@ -177,7 +177,10 @@ def _token(environ: Mapping[str, str]) -> str | None:
 def _read(path: str) -> str:
     name = f"{FILE_VARIABLE} ({path})"
     try:
-        with raising(f"{name}: cannot be read", "make it readable", ClusterError), open_to_read(Path(path)) as file:
+        with (
+            raising(f"{name}: cannot be read", "name a file that can be read", ClusterError),
+            open_to_read(Path(path)) as file,
+        ):
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().decode().strip()  # editors and openssl end the file with a newline
     except UnicodeDecodeError:

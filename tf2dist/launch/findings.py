@@ -284,7 +284,7 @@ def _driver_gpus() -> int:
 
 
 def internals() -> Iterator[Finding]:
-    """Whether the private names that are used still exist; nothing for tested versions, in which they do."""
+    """Whether the central ones of the private names that are used still exist; nothing for tested versions."""
     if not (packages := " and ".join(untested(["tensorflow", "keras"]))):
         return
     try:

@@ -26,7 +26,7 @@ class Picture:
     """One figure of the report.
 
     Attributes:
-        svgs: see `style.as_svgs`.
+        svgs: see `figures.as_svgs`.
         caption: what it shows, and how to read it.
     """
 
@@ -45,7 +45,7 @@ def page(
     """The whole report.
 
     Args:
-        record: see `report.record_of`.
+        record: see `comparison_report.record_of`.
         notes: how it was measured, a sentence each.
     """
     assets = resources.files(__package__)

@@ -15,7 +15,6 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
 from tf2dist.files import raising
 from tf2dist.launch.console import print_lines
-from tf2dist.tools.finished import pictures
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
 from tf2dist.tools.finished.shell import CommandLine
 
@@ -111,6 +110,8 @@ def print_predictions(line: CommandLine) -> None:
         _print(None, outputs, [f"{name}[{number}]" for number in range(len(test))])
         columns = [test.x, test.y, outputs]
         if all(isinstance(column, np.ndarray) and column.size == len(test) for column in columns):
+            from tf2dist.tools.finished import pictures  # imports matplotlib, which `evaluate` does not need
+
             x, y, predicted = map(np.ravel, columns)
             path = pictures.draw_regression(line.run_dir, x, y, predicted, truth=splits.truth)
             print_lines(str(path), sys.stdout)
@@ -149,6 +150,8 @@ def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> Non
 
 def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
     """Prints the accuracy and the confusion matrix, and draws the matrix and images."""
+    from tf2dist.tools.finished import pictures  # imports matplotlib, which `evaluate` does not need
+
     true, predicted = class_numbers(test.y), probabilities.argmax(axis=1)
     num_classes = probabilities.shape[1]
     # Labels are indices of the matrix: a negative one would count in the wrong row without an error.
