@@ -41,7 +41,7 @@ def test_a_run_goes_on(mode: str, command: Command, no_leftovers: Callable[[], N
 
 def test_an_evaluation_needs_no_matplotlib(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such symbol')\n")
-    command = [sys.executable, "-m", "tf2dist.evaluate", OLD_RUNS / "async"]
+    command = [sys.executable, "-m", "tf2dist.evaluate", str(OLD_RUNS / "async")]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100 * slowness())
     assert done.returncode == 0, done.stderr

@@ -67,6 +67,31 @@ def test_tensorboard_shows_more_than_the_loss(
     assert "staleness" not in records[-1]
 
 
+def test_a_metric_that_was_no_number_is_told_anew(
+    async_loop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tf2dist.training.report.WRITE_EVERY_SECS", 0.0)
+    loop = async_loop(run_config("softmax"), num_ps=2)
+    counters = loop._graphs.servers[0].counters
+    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", list[Any]().append), 0.0) as reporter:
+        reporter.follow(loop)
+        loop.train(30)
+        reporter.on_progress(loop.progress)
+        assert not loop.clear_metrics()
+        counters._values.scatter_nd_update([[counters._head - loop.metrics.size + 2]], [np.nan])
+        loop.train(40)
+        assert np.isnan(loop.progress.metrics).sum() == 1
+        assert loop.clear_metrics()
+        reporter.restart_metrics()
+        before = loop.progress.metrics
+        loop.train(60)
+        reporter.on_progress(loop.progress)
+        expected = loop.metrics.results(loop.progress.metrics - before)
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["accuracy"] == pytest.approx(expected["accuracy"])
+    assert [server.counters.now().applied for server in loop._graphs.servers] == [60, 60]
+
+
 def test_the_splits_share_a_chart_of_tensorboard(tmp_path: Path) -> None:
     """Read as TensorBoard's own pages read it, of a folder with this run: a chart has the name of a tag."""
     with contextlib.closing(

@@ -17,11 +17,6 @@ from tf2dist.tf_internals import loss_tracker_of, output_trackers_of
 Results = dict[str, float]
 
 
-def finite_or_zero(sums: np.ndarray) -> np.ndarray:
-    """The sums of metrics, with 0 for those that are not finite."""
-    return np.where(np.isfinite(sums), sums, 0.0)
-
-
 class Metrics:
     """The metrics of a model, all of them built.
 

@@ -342,7 +342,8 @@ class Epochs(Length):
         # Only now: a run that is stopped while its callbacks work is saved at the end of this epoch and, when it is
         # resumed, calls them again.
         state.position = state.position.next(loop.progress.global_step)
-        loop.clear_metrics()
+        if loop.clear_metrics():
+            self._driver.reporter.restart_metrics()
         state.before = loop.progress.metrics
         if loop.sharding.ends_with_data:
             loop.begin_epoch()

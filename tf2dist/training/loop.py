@@ -23,7 +23,6 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluation import Evaluation
-from tf2dist.model.metrics import finite_or_zero
 from tf2dist.model.model_checks import advice_on
 from tf2dist.model.source import EpochPlan
 from tf2dist.tf_internals import set_learning_rates
@@ -229,12 +228,17 @@ class Loop(abc.ABC):
 
     # What is told of the run, and its end.
 
-    def clear_metrics(self) -> None:
-        """Forgets the sums of metrics that are not finite, as Keras does between two epochs; while no task trains."""
+    def clear_metrics(self) -> bool:
+        """Forgets the sums of metrics that are not finite, as Keras does between two epochs.
+
+        While no task trains. Returns whether there were any.
+        """
         metrics = self.progress.metrics
-        if not np.isfinite(metrics).all():
-            self._clear_counted_metrics()
-            self.progress = replace(self.progress, metrics=finite_or_zero(metrics))
+        if np.isfinite(metrics).all():
+            return False
+        self._clear_counted_metrics()
+        self.progress = replace(self.progress, metrics=np.where(np.isfinite(metrics), metrics, 0.0))
+        return True
 
     @abc.abstractmethod
     def _clear_counted_metrics(self) -> None:

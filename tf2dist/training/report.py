@@ -16,7 +16,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
 from tf2dist.model.evaluation import Evaluation
-from tf2dist.model.metrics import Metrics, Results, finite_or_zero
+from tf2dist.model.metrics import Metrics, Results
 from tf2dist.tf_internals import counter_of, inner_optimizers, learning_rate_of
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.writers import JsonlWriter, PatientWriter, RunDescription, TensorBoardWriter, Values
@@ -34,8 +34,7 @@ class _Recent:
         self._metrics, self._before = metrics, before.metrics
 
     def since_last(self, progress: Progress) -> dict[str, float]:
-        # A sum that was not finite is 0 after its epoch; see `Loop.clear_metrics`.
-        new, self._before = progress.metrics - finite_or_zero(self._before), progress.metrics
+        new, self._before = progress.metrics - self._before, progress.metrics
         # Without a step in between, the metrics would be quotients of zeros.
         results = scalars_of(self._metrics.results(new)) if new.any() else {}
         return {**results, "loss": progress.loss}
@@ -133,6 +132,9 @@ class NoReporter:
     def set_target(self, step: int, ended_by: str = "") -> None:
         """Tells the reporter that the run ends at another step than planned, and which option has ended it."""
 
+    def restart_metrics(self) -> None:
+        """Tells the reporter that sums of metrics are counted from 0 again; see `Loop.clear_metrics`."""
+
     def note(self, text: str) -> None:
         """Tells the user a line."""
 
@@ -212,9 +214,13 @@ class Reporter(NoReporter):
     def follow(self, loop: Loop) -> None:
         self._loop, self.target_step = loop, loop.target_step
         self._rates = LearningRates(loop.optimizer, loop.earlier_updates)
-        # The display and the files are served at different times, so each has its own last reading.
-        self._shown, self._filed = (_Recent(loop.metrics, loop.progress) for _ in range(2))
+        self.restart_metrics()
         self._description = RunDescription(summary_of(loop.model), hparams_of(loop.config))
+
+    def restart_metrics(self) -> None:
+        assert self._loop
+        # The display and the files are served at different times, so each has its own last reading.
+        self._shown, self._filed = (_Recent(self._loop.metrics, self._loop.progress) for _ in range(2))
 
     def set_target(self, step: int, ended_by: str = "") -> None:
         if ended_by:

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_position, stream_positions
 from tf2dist.data.passes import InputPosition, Sharding
-from tf2dist.model.metrics import finite_or_zero
 
 TOTALS_ARRAY, STALENESS_ARRAY = "async_counts", "async_staleness"  # the names of these arrays in a snapshot
 MAX_STALENESS = 1023  # the last bin of the histogram counts this staleness and all above
@@ -27,7 +26,7 @@ class Counts(NamedTuple):
     Attributes:
         applied: the updates applied in the whole run.
         totals: the sums of each worker, float64 [workers, len(TOTALS)].
-        metrics: the sums of the model's metrics over all workers, float64 [metrics].
+        metrics: the sums of the model's metrics over all workers, float64 [metrics]; see `Loop.clear_metrics`.
         staleness: how many updates had each staleness, int64 [MAX_STALENESS + 1]; the staleness of an update is how
             many others were applied between its pull and its push.
     """
@@ -81,9 +80,9 @@ class Counters:
         self._values.assign(np.concatenate(parts))
 
     def clear_metrics(self) -> None:
-        """Sets the sums of metrics that are not finite to 0; to be called while nobody pushes."""
-        counts = self.now()
-        self.restore(Counts(counts.applied, counts.totals, finite_or_zero(counts.metrics), counts.staleness))
+        """Sets the sums of metrics that are not finite to 0."""
+        cleared = 1 + self._num_totals + np.flatnonzero(~np.isfinite(self.now().metrics))
+        self._values.scatter_nd_update(cleared[:, None], np.zeros(len(cleared)))
 
     def now(self) -> Counts:
         values = self._values.numpy()

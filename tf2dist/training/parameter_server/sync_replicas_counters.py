@@ -9,7 +9,6 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import has_sharding, input_position
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
-from tf2dist.model.metrics import finite_or_zero
 from tf2dist.training.parameter_server.counters import PsOrigin
 
 GRADIENTS_ARRAY = "replicas_gradients"  # the name in a snapshot: those of each worker, aggregated and dropped
@@ -95,7 +94,8 @@ class GradientCounters:
 
     def clear_metrics(self) -> None:
         """Sets the sums of metrics that are not finite to 0; to be called while nobody pushes."""
-        self._sums.assign(finite_or_zero(self._sums.numpy()))
+        sums = self._sums.numpy()
+        self._sums.assign(np.where(np.isfinite(sums), sums, 0.0))
 
     def pushed_by(self, worker: tf.Tensor) -> tf.Tensor:
         return tf.gather(self._pushed.read_value(), worker)
