@@ -182,11 +182,25 @@ def config_of(batch_size: int) -> RunConfig:
     return config
 
 
-def drive(loop: Any, source: InMemorySource, hooks: RecordingHooks, saver: NoSaver | None = None) -> None:
+class RecordingReporter(NoReporter):
+    def __init__(self) -> None:
+        self.restarts = 0
+
+    def restart_metrics(self) -> None:
+        self.restarts += 1
+
+
+def drive(
+    loop: Any,
+    source: InMemorySource,
+    hooks: RecordingHooks,
+    saver: NoSaver | None = None,
+    reporter: NoReporter | None = None,
+) -> None:
     assert source.plan
     splits = source.load().evaluated
     length = functools.partial(Epochs, plan=source.plan, hooks=hooks)
-    Driver(loop, saver or NoSaver(), NoReporter(), splits, length, lambda: None).drive()
+    Driver(loop, saver or NoSaver(), reporter or NoReporter(), splits, length, lambda: None).drive()
 
 
 def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
@@ -216,7 +230,9 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()
     publishing(source.load())
     loop = async_loop(config, 1, 1, source=source)
-    drive(loop, source, hooks)
+    reporter = RecordingReporter()
+    drive(loop, source, hooks, reporter=reporter)
+    assert reporter.restarts == (name == "no number at first")
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert [call[:3] for call in hooks.calls] == [
         ("begin", 0, 0),

@@ -15,7 +15,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model.source import build_step
-from tf2dist.model.step import Step
+from tf2dist.model.step import Step, without_padding
 
 N = 60
 RNG = np.random.default_rng(3)
@@ -125,6 +125,12 @@ def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
 def metric_sums(step: Step, part: Arrays) -> np.ndarray:
     sums: np.ndarray = step.evaluate(*step.values(), [tf.constant(leaf) for leaf in part.leaves]).numpy()
     return sums
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.0, [0.0, 0.0]), (0.5, [np.nan, 3.0]), (None, [np.nan, 3.0])])
+def test_padding_counts_for_nothing_even_where_it_gives_no_number(share: float | None, left: list[float]) -> None:
+    sums = without_padding(tf.constant([np.nan, 3.0]), None if share is None else tf.constant(share))
+    np.testing.assert_array_equal(sums, left)
 
 
 def test_every_metric_of_keras_is_tested() -> None:

@@ -13,7 +13,7 @@ from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import reached_from
 from tf2dist.model.scopes import CallScope, inlining, is_zero, recording
 from tf2dist.model.shards import parts_of
-from tf2dist.model.step import Mapping, Step, StepOutput
+from tf2dist.model.step import Mapping, Step, StepOutput, without_padding
 from tf2dist.model.tables import LookupScope, TableLookups
 from tf2dist.tf_internals import build_metrics, compute_loss, losses_of, mask_of
 
@@ -140,15 +140,7 @@ class CompiledStep(Step):
         share: tf.Tensor | None = None,
         positions: Sequence[tf.Tensor] = (),
     ) -> StepOutput:
-        """One forward and backward pass at the given values of the variables.
-
-        Args:
-            trainable: one for each of `self.trainable`; of `tables` the rows of `Lookups.ids`, and so the gradients.
-            leaves: of the worker's batch, see `Layout`.
-            place: int64 [2]: the worker, and the number of steps before this one.
-            share: the part of the whole step's examples that is in this batch; 0 if they are padding. None: all.
-            positions: see `Lookups`.
-        """
+        """Calls the model and its compiled losses on a gradient tape; see `Step`."""
         with (
             self._scope(trainable, state, self.metrics.zeros(), place) as scope,
             tf.GradientTape() as tape,
@@ -171,9 +163,7 @@ class CompiledStep(Step):
             count = self._update_metrics(forward, whole)
             changes = self.metrics.changes(scope, share)
         sums = tf.concat([[tf.cast(part, tf.float32), count], *changes], 0)
-        if share is not None:  # what padding counts is left out by a choice: a product with 0 would keep a NaN
-            sums = tf.where(share > 0, sums, tf.zeros_like(sums))
-        return StepOutput(gradients, new_state, sums, weight)
+        return StepOutput(gradients, new_state, without_padding(sums, share), weight)
 
     def parts(self, leaves: list[tf.Tensor], training: bool, number: int = 0) -> list[tf.Tensor]:
         """The loss of a batch and those that layers add."""
@@ -196,12 +186,7 @@ class CompiledStep(Step):
         layout: Layout | None = None,
         positions: Sequence[tf.Tensor] = (),
     ) -> tf.Tensor:
-        """The sums over some examples, float64 [1 + Metrics.size]: their number, and what they add to the metrics.
-
-        Args:
-            layout: of the examples, which may have weights where those of the training have none; None: the same.
-            positions: see `Lookups`.
-        """
+        """Calls the model and its compiled losses on some examples; see `Step`."""
         # A layer that draws in an evaluation, too, draws the same in each: the result can be repeated.
         place = tf.zeros([2], tf.int64)
         with (

@@ -15,7 +15,7 @@ from tf2dist.model.metrics import LoggedMetrics
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.recurrence import reached_from
 from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
-from tf2dist.model.step import Mapping, Step, StepOutput, Trace, changes
+from tf2dist.model.step import Mapping, Step, StepOutput, Trace, changes, without_padding
 from tf2dist.model.tables import TableLookups
 from tf2dist.tf_internals import counter_of, groups_of, inner_optimizers
 
@@ -90,7 +90,7 @@ class OwnStep(Step):
         positions: Sequence[tf.Tensor] = (),
         apply: Callable[[int, list[tf.Tensor]], list[tf.Tensor]] | None = None,
     ) -> StepOutput:
-        """A step; see `Step`. Tables travel as a whole, so there are no positions.
+        """Calls `train_step` of the model; see `Step`. Tables travel as a whole, so there are no positions.
 
         Args:
             apply: called with the number of each update in the step and its gradients, multiplied by the share; applies
@@ -112,10 +112,9 @@ class OwnStep(Step):
         count = tf.cast(tf.shape(leaves[0])[0], tf.float32)
         weight = tf.ones([]) if share is None else share
         sums = tf.concat([[loss * weight, count], *changes], 0)
-        if share is not None:  # what padding counts is left out by a choice: a product with 0 would keep a NaN
-            sums = tf.where(share > 0, sums, tf.zeros_like(sums))
         gradients = [] if apply else [gradient for update in scope.updates for gradient in weighted(update)]
-        return StepOutput(gradients, [scope.state_mapping[id(v)] for v in self.state], sums, weight)
+        new_state = [scope.state_mapping[id(v)] for v in self.state]
+        return StepOutput(gradients, new_state, without_padding(sums, share), weight)
 
     def parts(self, leaves: list[tf.Tensor], training: bool, number: int = 0) -> list[tf.Tensor]:
         """The gradients of a training batch."""

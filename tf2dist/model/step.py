@@ -81,6 +81,12 @@ class Trace(NamedTuple):
         self.outside.extend(read_directly(traced, [*known, *self.outside]))
 
 
+def without_padding(sums: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
+    """The sums of a batch, or zeros if its examples are padding; `share`: as a step is given it."""
+    # By a choice: a product with 0 would keep a NaN.
+    return sums if share is None else tf.where(share > 0, sums, tf.zeros_like(sums))
+
+
 class Step(abc.ABC):
     """Calls a built Keras model without side effects, so that its variables may live anywhere.
 
