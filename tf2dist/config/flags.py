@@ -16,7 +16,7 @@ ACTIONS = ("run", "multirun", "cfg", "info", "shell_completion")
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The flags and overrides of one command line, under the names that Hydra gives them."""
     parser = get_args_parser()
-    flags = re.findall(r"--[\w-]+", parser.format_usage())
+    flags = [flag for flag in re.findall(r"--[\w-]+", parser.format_usage()) if flag != "--experimental-rerun"]
 
     def refuse(message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (\S*)", message):

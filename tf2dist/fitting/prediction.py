@@ -135,8 +135,8 @@ def configuration(
     """The options of the prediction, and the place of this process among the workers."""
     overrides = refusals.overrides_of(options)
     for override in overrides:
-        name = override.partition("=")[0]
-        known = OPTIONS.get(name.removeprefix("+"))
+        name = override.partition("=")[0].removeprefix("+")
+        known = OPTIONS.get(name)
         # Of an unknown one in the section of the cluster the configuration says which was meant.
         if not (known.predicts if known else name.startswith("cluster.")):
             raise FitError(f"options: {name} means nothing in a prediction; leave it out")
