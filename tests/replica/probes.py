@@ -21,12 +21,18 @@ from tf2dist.config import load
 from tf2dist.errors import first_line, reason_of
 from tf2dist.tf_constants import (
     AUTOGRAPH_FILE,
+    CALL_THREADS,
     CALLS_PYTHON,
+    FAIL_FAST,
+    GPU_GROWTH,
     KERAS_DEFAULTS,
     KERAS_HOME,
     KERAS_ON_TENSORFLOW,
+    LOG_LEVEL,
+    NO_GOOGLE,
     NODES,
-    OF_TENSORFLOW,
+    ONEDNN,
+    PRIMITIVE_MEMORY,
     PYTHON_FUNCTIONS,
     UNUSED_MODULES,
 )
@@ -71,6 +77,7 @@ from tf2dist.tf_internals.tensorflow import (
 )
 from tf2dist.tf_internals.variables import PartitionedVariable, let_lie_in, rows_in_place_of
 
+OF_TENSORFLOW = (LOG_LEVEL, FAIL_FAST, ONEDNN, PRIMITIVE_MEMORY, GPU_GROWTH, CALL_THREADS, NO_GOOGLE)
 SETTINGS = "keras.src.backend.config"  # the module of Keras that reads keras.json
 
 

@@ -1,6 +1,6 @@
 """Checks of the user's model and optimizer before any training; a refusal is one line.
 
-What could be supported and is not yet is refused in `check_model`, `check_inputs` and `check_outputs`.
+Refusals that depend on the way of training are in `support`.
 """
 
 import inspect

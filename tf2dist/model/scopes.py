@@ -252,7 +252,6 @@ class TrainScope(CallScope):
         updates: in their order.
         losses_of_tapes: the tensors whose gradients were taken.
         reads_updated: whether a variable is read after an update of it that has not been applied.
-        assigns_updated: the variables that are assigned, and trained by an optimizer, too.
 
     Args:
         apply: applies an update and returns the new values of its variables; None to leave the old ones.
@@ -272,10 +271,6 @@ class TrainScope(CallScope):
         self.updates: list[Update] = []
         self.losses_of_tapes: list[tf.Tensor] = []
         self.reads_updated = False
-
-    @property
-    def assigns_updated(self) -> list[keras.Variable]:
-        return [v for update in self.updates for v in update.variables if id(v) in self.assigned]
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         self.reads_updated = self.reads_updated or id(variable) in self._not_applied

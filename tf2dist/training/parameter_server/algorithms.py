@@ -34,7 +34,7 @@ class Algorithm:
         self.config = config
 
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:
-        """Why tables travel as a whole; empty if their rows may, see `model.tables`."""
+        """Why tables travel as a whole; empty if their rows may, see `model.row_choice`."""
         return ""
 
     def prepare(self, optimizer: keras.Optimizer) -> None:

@@ -47,7 +47,7 @@ class UpdateRule(abc.ABC):
         """
 
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:
-        """Why tables travel as a whole; empty if their rows may, see `model.tables`."""
+        """Why tables travel as a whole; empty if their rows may, see `model.row_choice`."""
         return ""
 
     @abc.abstractmethod

@@ -256,7 +256,7 @@ class BatchNumbers:
         return 0, UNKNOWN_STEPS
 
     def begin_epoch(self, steps: np.ndarray) -> None:
-        """Begins a new pass over the data, while none can be taken; `steps`: see `snapshot`."""
+        """Begins a new pass over the data, while none can be taken; `steps`: see `facts`."""
 
     def repeat_last(self, repeats: bool) -> None:
         """Lets workers whose data have ended take their last batch again, or not any more."""
