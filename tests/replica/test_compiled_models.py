@@ -397,36 +397,6 @@ def test_masked_losses_are_refused_where_the_shares_of_workers_are_fixed(make: C
         support.check_step(support.SEVERAL_REPLICAS, "given", step)
 
 
-class Largest(keras.metrics.Metric):  # type: ignore[misc]
-    """A typical custom metric, whose state cannot be added up."""
-
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.most = self.add_variable((), initializer="zeros", name="most")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
-
-    def result(self) -> Any:
-        return self.most
-
-
-class SumFromOne(Largest):
-    """A metric whose variable is a sum, but does not start at zero."""
-
-    def reset_state(self) -> None:
-        self.most.assign(1.0)
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.most.assign_add(keras.ops.sum(y_pred))
-
-
-@pytest.mark.parametrize("metric", [Largest, SumFromOne])
-def test_metrics_whose_states_cannot_be_added_up_are_refused(metric: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^model \(given\): the metric variable \S*most is no sum over the examples"):
-        built(lambda: compiled(dense(), CROSSENTROPY(), metrics=[metric()]))
-
-
 def all_metrics() -> list[keras.metrics.Metric]:
     """The metrics of Keras for three classes, each with the arguments that it needs."""
     metrics = keras.metrics

@@ -158,7 +158,21 @@ class Largest(keras.metrics.Metric):  # type: ignore[misc]
         return self.value
 
 
-def test_a_metric_whose_state_is_not_a_sum_is_refused_by_name() -> None:
-    source = InMemorySource(lambda: compiled([Largest], 1), Splits(Arrays(*BINARY), num_classes=None))
-    with pytest.raises(ConfigError, match=r"largest.*several workers cannot add it up; leave the metric out"):
+class SumFromOne(Largest):
+    """Its state is a sum, but does not begin at zero."""
+
+    def reset_state(self) -> None:
+        self.value.assign(1.0)
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.value.assign_add(keras.ops.sum(outputs))
+
+
+@pytest.mark.parametrize("metric", [Largest, SumFromOne])
+def test_a_metric_whose_state_is_not_a_sum_is_refused_by_name(metric: Any) -> None:
+    source = InMemorySource(lambda: compiled([metric], 1), Splits(Arrays(*BINARY), num_classes=None))
+    words = (
+        r"^model \(given\): the metric variable largest\S* is no sum over the examples, so several workers cannot add"
+    )
+    with pytest.raises(ConfigError, match=words):
         build_step(source, source.load(), run_config(), contextlib.nullcontext())
