@@ -70,6 +70,7 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "cluster": (model, {"cluster": "local"}, "cluster: is a str; give tf2dist.Local"),
     "no such option": (model, {"options": {"wacthdog_secs": 9}}, "wacthdog_secs means nothing in a prediction"),
     "an option of training": (model, {"options": ["checkpoint.keep=1"]}, "checkpoint.keep means nothing in a predict"),
+    "an option of steps": (model, {"options": {"cluster.all_reduce": "nccl"}}, "cluster.all_reduce means nothing"),
     "a wrong value": (model, {"options": {"watchdog_secs": -1}}, "watchdog_secs (-1"),
     "no model": (
         lambda: 5,

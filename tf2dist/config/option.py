@@ -67,8 +67,8 @@ class Option:
         is_choice: whether the value comes with a chosen file in ``conf/`` and cannot be given by itself.
         scope: what the hosts of a job have to agree about.
         only_for: what must hold for a value other than the default.
-        fit: the argument of `tf2dist.fit` that sets it, or `COMMAND_LINE`; "": an option of `fit`, too.
-        predicts: whether it has a meaning in `tf2dist.predict`.
+        fit: the argument of `tf2dist.fit` that sets it, or `COMMAND_LINE`; "": it is given in `options` of `fit`.
+        predicts: whether it has a meaning in `tf2dist.predict`; None: as its section says, or not.
         is_text: whether the value may hold what has a meaning in Hydra's grammar, as paths do.
     """
 
@@ -79,7 +79,7 @@ class Option:
     scope: Scope | None = None
     only_for: tuple[OnlyFor, ...] = ()
     fit: str = ""
-    predicts: bool = False
+    predicts: bool | None = None
     is_text: bool = False
 
     @property
@@ -125,7 +125,7 @@ def options_of(section: Any, prefix: str = "", **declared: Any) -> Iterator[tupl
         if is_dataclass(entry.type):
             yield from options_of(entry.type, f"{prefix}{entry.name}.", **entry.metadata.get("section", {}))
         elif option := entry.metadata.get("option"):
-            missing = {name: value for name, value in declared.items() if not getattr(option, name)}
+            missing = {name: value for name, value in declared.items() if getattr(option, name) in (None, "")}
             yield f"{prefix}{entry.name}", replace(option, **missing)
 
 

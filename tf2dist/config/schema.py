@@ -183,6 +183,7 @@ class ClusterConfig:
         help="mode=sync; auto: NCCL if each replica has a GPU of its own and NCCL is installed, else tf2dist's own if "
         "the workers can connect, else TensorFlow's ring; or always nccl, tf2dist or tensorflow (its ring)",
         scope="job",
+        predicts=False,
     )
     transfer_dtype: str = option(
         "float32",
@@ -190,6 +191,7 @@ class ClusterConfig:
         *MAY_ROUND,
         help="modes sync and async; how the gradients of large variables travel, and with async their values, too",
         scope="job",
+        predicts=False,
     )
     placement: str = option(
         "round_robin",
