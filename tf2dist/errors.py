@@ -130,7 +130,7 @@ class LeaderLostError(TaskLostError):
     exit_code = 139
 
 
-LOSSES = (TaskLostError.exit_code, LeaderLostError.exit_code)
+LOST_TASK_CODES = (TaskLostError.exit_code, LeaderLostError.exit_code)
 
 
 class TaskLeft(TfDistError):

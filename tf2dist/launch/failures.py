@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tf2dist.cluster.spec import Task, can_lose
 from tf2dist.errors import (
-    LOSSES,
+    LOST_TASK_CODES,
     FailureRecord,
     NotFiniteError,
     RequestError,
@@ -191,7 +191,7 @@ class FailureReader:
 
 def is_consequence(failure: FailureRecord) -> bool:
     """Whether the task failed only because it lost another one."""
-    return failure.exit_code in LOSSES and not failure.by_signal
+    return failure.exit_code in LOST_TASK_CODES and not failure.by_signal
 
 
 def blames_another(task: str, message: str) -> bool:
@@ -234,7 +234,7 @@ class RestartPolicy:
     def decide(self, failure: FailureRecord) -> RestartDecision:
         """Decides what to do about a failure; counts the restart, if it is one."""
         # An error of the training code or of the request, or a loss that is not finite, would come back.
-        if failure.exit_code not in LOSSES or self.restarts >= self._max_restarts:
+        if failure.exit_code not in LOST_TASK_CODES or self.restarts >= self._max_restarts:
             return RestartDecision.FAIL
         job = Task.parse(failure.task).job
         # A worker that reports the loss of another task is not lost itself: starting it again would not help.

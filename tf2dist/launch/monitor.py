@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tf2dist.cluster.spec import Task, can_lose
-from tf2dist.errors import LOSSES, FailureRecord, LeaderLostError, TaskFailure, TaskLeft, TaskLostError
+from tf2dist.errors import LOST_TASK_CODES, FailureRecord, LeaderLostError, TaskFailure, TaskLeft, TaskLostError
 from tf2dist.hosts import protocol
 from tf2dist.hosts.meeting import Meeting
 from tf2dist.launch.failures import (
@@ -268,7 +268,7 @@ class Monitor:
         # A worker that failed by an error of its own would fail again. An evaluator only reads checkpoints, so nothing
         # depends on it.
         job = Task.parse(task).job
-        return can_lose(self._mode, job) and (job == "evaluator" or code in LOSSES)
+        return can_lose(self._mode, job) and (job == "evaluator" or code in LOST_TASK_CODES)
 
     def _restart_or_fail(self) -> None:
         """Deals with the failures since the last call."""

@@ -9,7 +9,7 @@ from tf2dist.launch.host_run import HostRun
 from tf2dist.launch.launcher import Launcher
 from tf2dist.launch.watchdog import Clock
 
-OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a loss
+OWN_FAULTS = (TfDistError.exit_code, RequestError.exit_code, NotFiniteError.exit_code)  # neither a stop nor a lost task
 FOLLOW_SECS = 5.0  # in addition, on hosts without the leader
 LEAVE_SECS = 2.0  # for the news that the other tasks are stopped, too
 START_SECS = 2.0  # for a leader at its start: it has nothing to save, and TensorFlow swallows a SIGTERM there

@@ -10,10 +10,10 @@ from pathlib import PurePosixPath
 import tf2dist
 from tf2dist.cluster.spec import Task
 from tf2dist.config.schema import PS_MODES, RunConfig
-from tf2dist.errors import LOSSES, ConfigError
+from tf2dist.errors import LOST_TASK_CODES, ConfigError
 
 FAILED_FOR_GOOD = (1, 2, 3)  # the exit codes of errors that a restart does not mend
-LOST = (137, *LOSSES)  # by SIGKILL, and of the tasks that have lost another one
+LOST = (137, *LOST_TASK_CODES)  # by SIGKILL, and of the tasks that have lost another one
 STOPPED = 143  # saved, or left, after SIGTERM: by an eviction, a time limit or the user
 SECS_BEYOND_GRACE = 30  # for ending the processes and for the last messages
 RUNS = PurePosixPath("/runs")  # where containers have their run directories
