@@ -79,7 +79,7 @@ def sum_in_memory(worker: SyncWorker) -> tuple[bool, float]:
     from tf2dist.training.synchronous.workers import Workers
 
     workers = Workers(worker.cluster, worker.task, worker.strategy)
-    all_reduce = workers.all_reduce("auto", timeout_secs=30.0)
+    all_reduce = workers.make_all_reduce("auto", timeout_secs=30.0)
     assert all_reduce is not None
     total = all_reduce(np.full(1_000_000, 10.0**worker.index, np.float32))
     return all_reduce._memory is not None, float(total.min() + total.max()) / 2

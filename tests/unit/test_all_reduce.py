@@ -40,7 +40,7 @@ def connected(num_workers: int, with_memory: bool = False) -> list[AllReduce]:
 
 
 def shared(num_workers: int, secrets: Sequence[bytes] = ()) -> list[SharedMemory | None]:
-    """What `share` returns for each worker; all are threads of this process."""
+    """What `open_shared_memory` returns for each worker; all are threads of this process."""
     together = Together(num_workers)
     secrets = secrets or [b"secret"] * num_workers
     return at_once(

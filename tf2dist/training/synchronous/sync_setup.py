@@ -194,7 +194,7 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     start = workers.broadcast_start(start)
     plan = RunPlan.of(context, "sync", replicas, batch_size, start)
     origin = Origin.of(plan.start, plan.sharding, workers.count)
-    all_reduce = workers.all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
+    all_reduce = workers.make_all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
 
     # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
     # all that it does in a single process. What must be equal everywhere is made so here and in each step.

@@ -171,8 +171,11 @@ class Workers:
             yield self.add_up(piece.view(np.int64)).view(np.uint8)[: num_bytes - first]
             heartbeat.progress()
 
-    def all_reduce(self, choice: str, timeout_secs: float) -> AllReduce | None:
-        """Our own all-reduce, or None for TensorFlow's, which is NCCL if `communication` says so.
+    def make_all_reduce(self, choice: str, timeout_secs: float) -> AllReduce | None:
+        """Chooses what adds up the gradients, and connects the workers for our own all-reduce.
+
+        Returns:
+            Our own all-reduce; None for TensorFlow's, which is NCCL if `communication` says so, or for one worker.
 
         Args:
             choice: the option cluster.all_reduce, which all workers have alike.
