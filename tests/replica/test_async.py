@@ -127,8 +127,8 @@ def test_a_run_that_stops_long_before_its_end_is_saved_at_once(async_loop: MakeL
     loop = async_loop(run_config())
     loop.train(50)
     before = loop._state()[0]
-    loop._graphs.numbers.open(10**9)
-    loop._graphs.numbers.close()
+    loop._graphs.batch_numbers.open(10**9)
+    loop._graphs.batch_numbers.close()
     begun = time.monotonic()
     assert loop._state()[0] == before
     assert time.monotonic() - begun < 30

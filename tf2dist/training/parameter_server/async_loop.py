@@ -228,13 +228,13 @@ class AsyncLoop(PsLoop):
         scheduler.finish(pause_request)
         for server in self._graphs.servers:
             server.stop_at.assign(NEVER)
-        self._graphs.numbers.open(until_step - self.progress.global_step)
+        self._graphs.batch_numbers.open(until_step - self.progress.global_step)
         while True:
             # Asked before the counters are read: if all calls were done then, the counters hold all their updates.
             idle = scheduler.all_done()
             before, seen = seen, (self._read(), self.progress.global_step)
             numbered, applied = seen
-            unused, left = self._graphs.numbers.look(np.array(self.progress.local_steps))
+            unused, left = self._graphs.batch_numbers.look(np.array(self.progress.local_steps))
             # That of the first ps, whose counts are those of the workers' steps.
             end = min(until_step, self._origin.earlier_steps + sum(self.progress.local_steps) + left)
             missing = end - applied
@@ -251,8 +251,8 @@ class AsyncLoop(PsLoop):
             if idle:
                 for server in self._graphs.servers:
                     server.number_on_from_applied()
-                self._graphs.numbers.close()
-                self._graphs.numbers.open(missing)
+                self._graphs.batch_numbers.close()
+                self._graphs.batch_numbers.open(missing)
                 scheduler.begin_again(applied + unused)
                 numbered = applied
             # Updates that a ps has numbered are neither to be scheduled nor in flight.
@@ -282,11 +282,11 @@ class AsyncLoop(PsLoop):
     def begin_epoch(self) -> None:
         step = self.progress.global_step
         self._epoch_steps, self._epoch_began_at, self._has_ended = step - self._epoch_began_at, step, False
-        self._graphs.numbers.begin_epoch(np.array(self.progress.local_steps))
+        self._graphs.batch_numbers.begin_epoch(np.array(self.progress.local_steps))
 
     def _settle(self, requested: PauseRequest) -> None:
         self._read()
-        self._graphs.numbers.close()
+        self._graphs.batch_numbers.close()
         # Without a request the loop has ended since all ps have applied the same number of updates, or with the data.
         # After an early stop they have, too, and calls in flight may still push: a number that is given back then must
         # not meet a count that was set.
@@ -301,15 +301,15 @@ class AsyncLoop(PsLoop):
         # The ps that are ahead refuse these updates, so they reach only those that are behind.
         if min(applied) < max(applied):
             has_ended = self._has_ended
-            self._graphs.numbers.repeat_last(True)
+            self._graphs.batch_numbers.repeat_last(True)
             self.train(max(applied))
-            self._graphs.numbers.repeat_last(False)
+            self._graphs.batch_numbers.repeat_last(False)
             self._has_ended = has_ended
 
     def _give_up_calls(self, until_step: int) -> None:
         # The calls stay in flight, and must not change what is saved now should their workers come back.
         close_servers(self._graphs.servers, until_step)
-        self._graphs.numbers.close()
+        self._graphs.batch_numbers.close()
         self._read()
 
     def _read(self) -> int:
@@ -349,7 +349,7 @@ class AsyncLoop(PsLoop):
     def _state(self) -> tuple[InputFacts, dict[str, np.ndarray]]:
         counts = self._graphs.servers[0].counters.now()
         own = {TOTALS_ARRAY: counts.totals, STALENESS_ARRAY: counts.staleness}
-        return self._graphs.numbers.facts(counts.steps), own
+        return self._graphs.batch_numbers.facts(counts.steps), own
 
     def facts(self) -> dict[str, Any]:
         """The staleness of the updates: how many others were applied between a worker's pull and its push."""

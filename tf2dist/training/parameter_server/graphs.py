@@ -83,14 +83,14 @@ class PsCall:
     Attributes:
         worker: its index.
         local_steps: its steps that the ps have counted before the call.
-        numbers: of its batches, int64 [steps].
+        batches: the numbers of its batches, int64 [steps].
         limits: on each ps for each step, the updates beyond which it is refused; with mode=sync_replicas the ps know.
         indices: where each ps counts the updates of the worker with mode=async.
     """
 
     worker: tf.Tensor
     local_steps: tf.Tensor
-    numbers: tf.Tensor
+    batches: tf.Tensor
     limits: Sequence[Sequence[tf.Tensor]] = ()
     indices: Sequence[tf.Tensor] = ()
 
@@ -160,7 +160,7 @@ class PsGraphs(abc.ABC):
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             with tf.device("CPU:0"):
                 call = self._begin(num_steps, worker, *limit)
-                batches = self.input.batches(worker, call.numbers)
+                batches = self.input.batches(worker, call.batches)
                 routed = [self._route(batch) for batch in batches]
             losses = []
             pulled = self._pull(call, routed[0].requests)
@@ -354,7 +354,7 @@ class AsyncGraphs(PsGraphs):
 
     Attributes:
         algorithm: what a ps does with an update.
-        numbers: of the batches that workers take.
+        batch_numbers: those that workers take.
     """
 
     servers: Sequence[ParameterServer]
@@ -385,10 +385,10 @@ class AsyncGraphs(PsGraphs):
         server, sharding, origin = self.servers[0], spec.sharding, spec.origin
         if spec.splits.stream:
             kind = EndingNumbers if sharding.ends_with_data else WorkerNumbers
-            self.numbers: BatchNumbers = kind(server, origin.offsets, sharding)
+            self.batch_numbers: BatchNumbers = kind(server, origin.offsets, sharding)
             return StreamInput(spec.splits.layout)
         steps = NumberedSteps(sharding, origin.begin)
-        self.numbers = SharedNumbers(server, steps, sharding)
+        self.batch_numbers = SharedNumbers(server, steps, sharding)
         return ArrayInput(spec.splits.layout, sharding, steps)
 
     def _limit_types(self) -> list[tf.TensorSpec]:
@@ -426,7 +426,7 @@ class AsyncGraphs(PsGraphs):
 
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
         (own,) = limit
-        local_steps, first, count = tf.unstack(self.numbers.next_batches(worker, num_steps))
+        local_steps, first, count = tf.unstack(self.batch_numbers.next_batches(worker, num_steps))
         # The last call before a pause may have fewer batches. What it computes beyond them, from one of them, counts
         # for nothing.
         numbers = first + tf.minimum(tf.range(num_steps, dtype=tf.int64), tf.maximum(count - 1, 0))

@@ -217,10 +217,10 @@ class Scheduler(abc.ABC):
 
     def finish(self, request: PauseRequests) -> PauseRequest:
         """Waits for all calls, or raises WorkersAway; see `wait_for_calls`."""
-        return wait_for_calls(self._coordinator, request, self._counted, self.quiet_secs())
+        return wait_for_calls(self._coordinator, request, self._sign_of_progress, self.quiet_secs())
 
     @abc.abstractmethod
-    def _counted(self) -> Any:
+    def _sign_of_progress(self) -> Any:
         """A value on the ps that changes while workers make progress."""
 
     @abc.abstractmethod
@@ -269,7 +269,7 @@ class AsyncScheduler(Scheduler):
         ahead = self.num_workers + int(STOP_SECS * self.steps_per_sec)
         return stop_servers(self._coordinator, self.graphs.servers, ahead, int(self._limit), self.quiet_secs())
 
-    def _counted(self) -> Any:
+    def _sign_of_progress(self) -> Any:
         return counts_of(self.graphs.servers)
 
     def quiet_secs(self) -> float:

@@ -176,7 +176,7 @@ class SyncReplicasScheduler(Scheduler):
         left = missing * self.graphs.deciding.quota - running // self.num_workers
         return min(ahead, max(0, -(-left // self.num_steps)))
 
-    def _counted(self) -> Any:
+    def _sign_of_progress(self) -> Any:
         counts = self.graphs.deciding.counts()
         return counts.begun, int(counts.pushed.sum())
 
