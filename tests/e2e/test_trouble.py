@@ -20,7 +20,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "sync_replicas"])
 def test_a_loss_that_is_not_finite(command: Command, mode: str) -> None:
     assert command(f"mode={mode}", *SMALL, "optimizer=sgd", "train.steps=20").code == 0
     worse = ["optimizer=sgd", "optimizer.learning_rate=1e38", "train.steps=2000", "figure=true"]

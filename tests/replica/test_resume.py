@@ -268,5 +268,5 @@ def test_a_run_changes_its_mode_and_changes_back(sync_workers: SyncWorkers, asyn
     assert back["snapshot"].facts.input.position == back["snapshot"].facts.examples
     counters = loop._graphs.servers[0].counters
     counters.restore(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1]))
-    with pytest.raises(NotFiniteError, match=f"before global step {26 + updates_per_pass};"):
+    with pytest.raises(NotFiniteError, match=f"by global step {26 + updates_per_pass};"):
         loop.train(1000)

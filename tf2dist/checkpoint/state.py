@@ -140,7 +140,11 @@ def _pieces(name: str, variable: keras.Variable, progress: Callable[[], None]) -
 
 
 def savable(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays in types that numpy's files can hold."""
+    """The arrays in types that numpy's files can hold, for checkpoints, callbacks and model.keras.
+
+    Raises:
+        NotFiniteError: a variable is not finite, so nothing that leaves the run is.
+    """
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files cannot hold; float32 holds it exactly
             arrays[name] = array = array.astype(np.float32)

@@ -352,7 +352,7 @@ class Epochs(Length):
         return self._plan.validates(self._state.position.epoch) and "validation" in self._driver.splits
 
     def on_not_finite(self) -> None:
-        """Tells the callbacks the metrics of the epoch, without waiting: this task ends with an error."""
+        """Leaves the metrics of the epoch for TerminateOnNaN, without waiting: this task ends with an error."""
         progress = self._loop.progress
         logs = self._loop.metrics.results(progress.metrics - self._state.before)
         if self._validates():

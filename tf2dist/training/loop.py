@@ -245,9 +245,14 @@ class Loop(abc.ABC):
         """Does the same where the metrics are counted, if that is not `progress`."""
 
     def loss_error(self, loss: float, step: int, metrics: np.ndarray) -> NotFiniteError:
-        """Sets the metrics of `progress` to those of all steps so far; returns the error to raise."""
+        """Sets the metrics of `progress` to those of all steps so far; returns the error to raise.
+
+        Args:
+            loss: the sum since the start with parameter servers, of the last call with mode=sync.
+            step: the global step at which it was found.
+        """
         self.progress = replace(self.progress, metrics=metrics)
-        return NotFiniteError(f"the loss is {loss} before global step {step}; try a lower learning rate")
+        return NotFiniteError(f"the loss is {loss} by global step {step}; try a lower learning rate")
 
     @abc.abstractmethod
     def updates_applied(self) -> int:

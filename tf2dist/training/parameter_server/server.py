@@ -162,7 +162,7 @@ class ParameterServer(ModelPart):
 
     Attributes:
         pull: ``pull(*request)``: all variables and the updates applied so far, in the layout `pull_layout`.
-        push: ``push(pushed, indices, limit)``: applies one update; see `_admit`.
+        push: ``push(pushed, indices, limit)``: applies one update, or refuses it; see `_admit`.
         num_sums: how many of the sums of a step it counts.
         stop_at: every update beyond so many is refused, also that of a call with a higher limit.
     """
@@ -285,7 +285,8 @@ class ParameterServer(ModelPart):
 
         ResourceCountUpTo hands every update a number of its own in one atomic operation, so any number of workers may
         push at once, and calls that are repeated after a worker's death cannot carry the count beyond the limit. The
-        update is counted in another atomic operation, `Counters.add`, when it is applied.
+        update is counted in another atomic operation, `Counters.add`, when it is applied. The first number is 0: each
+        is the count of those before it.
 
         With a limit of 100, and 98 updates numbered and applied, an update
 

@@ -1,4 +1,4 @@
-"""Counters of the deciding parameter server. All of them change under that ps's lock alone."""
+"""Counters of the deciding parameter server. While workers push, all but `begun` change under its lock alone."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
