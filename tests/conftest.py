@@ -223,16 +223,30 @@ def leave_free(folder: Path, num_bytes: int) -> Path:
 
 
 def our_processes() -> list[psutil.Process]:
-    """Fork servers and the tasks forked from them, of any run on this machine started from these tests."""
+    """Fork servers and the tasks forked from them, of any run on this machine started from these tests.
+
+    The warm process of these tests themselves stays for the next one.
+    """
     mark = os.environ["TF2DIST_TEST_MARK"]
     results = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get("TF2DIST_TEST_MARK") == mark:
+            stays = process.ppid() == os.getpid() and is_warm(process)
+            if process.pid != os.getpid() and process.environ().get("TF2DIST_TEST_MARK") == mark and not stays:
                 results.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return results
+
+
+def fork_servers_of(pid: int) -> list[psutil.Process]:
+    """Those of the runs of a process, which its warm process has forked."""
+    return [server for warm in psutil.Process(pid).children() if is_warm(warm) for server in warm.children()]
+
+
+def is_warm(process: psutil.Process) -> bool:
+    """Whether it is a warm process, or forked from one."""
+    return "tf2dist.launch.warm_process" in process.cmdline()
 
 
 # Parallel processes of pytest inherit the mark of their parent; each looks only for its own processes.

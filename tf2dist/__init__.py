@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tf2dist.fitting.fit_run import Result
     from tf2dist.fitting.prediction import predict
     from tf2dist.fitting.request import Local
+    from tf2dist.launch.warm_process import end_warm_process
     from tf2dist.model.batch_attention import gather
     from tf2dist.tools.finished.load_model import load_model
 
@@ -37,6 +38,7 @@ __all__ = [
     "TaskFailure",
     "TaskLostError",
     "TfDistError",
+    "end_warm_process",
     "fit",
     "gather",
     "load_model",
@@ -46,10 +48,11 @@ __all__ = [
     "register_optimizer",
 ]
 
-LATER = {  # these modules import Keras
+LATER = {  # all but one of these modules import Keras
     "Local": "tf2dist.fitting.request",
     "Result": "tf2dist.fitting.fit_run",
     "Shard": "tf2dist.data.stream",
+    "end_warm_process": "tf2dist.launch.warm_process",
     "fit": "tf2dist.fitting.fit",
     "gather": "tf2dist.model.batch_attention",
     "load_model": "tf2dist.tools.finished.load_model",

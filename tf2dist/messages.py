@@ -271,12 +271,21 @@ class Ready:
     """Tasks can be forked.
 
     Attributes:
+        pid: of the fork server.
         isolated: whether they have a private network.
         ports: free ports for them.
     """
 
+    pid: int
     isolated: bool
     ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ServerEnded:
+    """The fork server has ended, with this exit code; negative for the signal that killed it."""
+
+    code: int
 
 
 @dataclass(frozen=True)
@@ -330,4 +339,5 @@ class Forward:
 
 FromServer = Ready | Started | Exited
 ToServer = Start | Forward
-Event = FromTask | FromServer  # what a launcher reads: its tasks and its fork server send to one socket
+Event = FromTask | FromServer  # what a launcher tells: its tasks and its fork server send to one socket
+Packet = Event | ServerEnded  # what it reads

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import MAX_SLOWNESS, Command, our_processes, slowness, task_process, wait_until
+from tests.conftest import MAX_SLOWNESS, Command, fork_servers_of, our_processes, slowness, task_process, wait_until
 from tf2dist.checkpoint import snapshot
 from tf2dist.config.schema import ALGORITHMS
 
@@ -182,7 +182,7 @@ class Chaos:
 
     def _fork_server(self) -> list[psutil.Process]:
         """One, or none if the launcher has only begun."""
-        return [process for process in our_processes() if process.ppid() == self.process.pid]
+        return fork_servers_of(self.process.pid)
 
     def end(self, code: int) -> str:
         """Waits for the launcher's end; returns its stderr, which blames nobody who is innocent."""

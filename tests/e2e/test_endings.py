@@ -13,7 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import COMMAND, REPOSITORY, Command, our_processes, slowness, task_process, wait_until
+from tests.conftest import (
+    COMMAND,
+    REPOSITORY,
+    Command,
+    fork_servers_of,
+    our_processes,
+    slowness,
+    task_process,
+    wait_until,
+)
 from tf2dist.signals import name_of
 
 
@@ -187,7 +196,7 @@ def test_a_killed_task_is_named(command: Command, mode: str, task: str) -> None:
 def test_the_ports_of_a_running_cluster_cannot_be_reached(command: Command) -> None:
     process = command.start(*LONG)
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
-    server = next(p for p in our_processes() if "tf2dist.launch.forkserver" in p.cmdline() and p.ppid() == process.pid)
+    server = next(iter(fork_servers_of(process.pid)))
     if os.readlink(f"/proc/{server.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         process.terminate()
         command.finish(process)

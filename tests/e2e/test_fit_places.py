@@ -121,7 +121,8 @@ try:
 except (KeyboardInterrupt, SystemExit) as error:
     print(error, flush=True)
 import psutil
-print([each.name() for each in psutil.Process().children(recursive=True)])
+(warm,) = psutil.Process().children()
+print([each.name() for each in warm.children(recursive=True)])
 (run_dir,) = pathlib.Path("outputs").iterdir()
 result = tf2dist.fit(build, x, x.sum(1), epochs=3, run_dir=run_dir, **given)
 print(result.summary["global_step"] >= 6)
@@ -185,6 +186,7 @@ try:
 except Mine as error:
     print(error)
 import psutil
+tf2dist.end_warm_process()
 print([each.name() for each in psutil.Process().children(recursive=True)])
 """
     process = start(tmp_path, BEGIN + code)
@@ -202,7 +204,8 @@ class Kill(keras.callbacks.Callback):
     killed = None
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 2 and not self.killed:
-            server = psutil.Process().children()[0]
+            (warm,) = psutil.Process().children()
+            (server,) = warm.children()
             self.killed = server.children()[-1].pid  # the tasks are started in the order of their names
             os.kill(self.killed, signal.SIGKILL)
 

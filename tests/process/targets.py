@@ -90,6 +90,13 @@ def surroundings(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     return 0
 
 
+def where(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
+    """Reports what this process has of its launcher, and a number that no seed determines."""
+    draw = float(sys.modules["numpy"].random.rand())
+    to_launcher.send(ResultMessage({"cwd": os.getcwd(), "TF_CONFIG": os.environ["TF_CONFIG"], "draw": draw}))
+    return 0
+
+
 def exhaust(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Allocates more memory than a limit allows, in C++, like TensorFlow, which does not handle the failure."""
     resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))

@@ -32,7 +32,7 @@ def test_the_tasks_of_a_killed_fork_server_die_with_it(tmp_path: Path, monkeypat
     with Launcher(tmp_path, preload=("chatty",)) as launcher:
         start(launcher, "worker-0", "wait")
         event = said(launcher)
-        launcher._server.kill()
+        os.kill(launcher._server_pid, signal.SIGKILL)
         with pytest.raises(TaskLostError) as error:
             wait_for(launcher, Began)
         psutil.wait_procs([psutil.Process(pid) for pid in (event["pid"],) if psutil.pid_exists(pid)], timeout=5)
@@ -121,7 +121,7 @@ def test_the_token_stays_with_the_launcher(tmp_path: Path, monkeypatch: pytest.M
 def test_a_fork_server_that_dies_with_a_request_unread(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         wait_for(launcher, Ready)
-        server = psutil.Process(launcher._server.pid)
+        server = psutil.Process(launcher._server_pid)
         server.suspend()
         start(launcher, "worker-0", "wait")
         server.kill()
@@ -148,6 +148,8 @@ WITHOUT_PROCESSES = """
 import os, pathlib, resource, sys
 from tf2dist.errors import TrainingError
 from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.warm_process import state_of_start
+state_of_start((), {})  # modules that are imported when they are needed may not be readable to the other user
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 try:
@@ -177,7 +179,7 @@ def test_a_signal_explains_the_end_of_the_fork_server(tmp_path: Path) -> None:
         raise Interrupted(signal.SIGTERM)
 
     with Launcher(tmp_path, preload=()) as launcher:
-        launcher._server.kill()
-        launcher._server.wait(10)
+        os.kill(launcher._warm.pid, signal.SIGKILL)
+        launcher._warm.exit_code(10)
         with pytest.raises(Interrupted):
             launcher.wait_ready(check)

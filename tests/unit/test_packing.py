@@ -34,7 +34,7 @@ MESSAGES = [
     Saved(7, stopping=False, task="chief-0"),
     ProgressMessage(7, 20, {"loss": 0.5, "mae": float("inf")}, task="chief-0"),
     ResultMessage({"cluster": {"ps": 1}, "staleness": None, "workers": [1.5, 2]}, task="chief-0"),
-    Ready(isolated=True, ports=(2222, 2223)),
+    Ready(pid=7, isolated=True, ports=(2222, 2223)),
     Start("ps-0", "module:function", {"any": ["json"]}, "ps-0.log", None),
     Start("ps-0", "module:function", None, "ps-0.log", ("folder", "other")),
 ]
@@ -70,8 +70,8 @@ def of(**fields: Any) -> bytes:
         (of(step=None), "Saved.step: None"),
         (of(stopping=1), "Saved.stopping: 1"),
         (of(more=1), r"Saved: more"),
-        (pack(Ready(True, (1,))).replace(b"[1]", b'["1"]'), "Ready.ports: '1'"),
-        (pack(Ready(True, (1,))).replace(b"[1]", b"1"), "Ready.ports: 1"),
+        (pack(Ready(7, True, (1,))).replace(b"[1]", b'["1"]'), "Ready.ports: '1'"),
+        (pack(Ready(7, True, (1,))).replace(b"[1]", b"1"), "Ready.ports: 1"),
     ],
 )
 def test_an_invalid_packet_is_refused_by_name(data: bytes, says: str) -> None:

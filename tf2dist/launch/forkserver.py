@@ -1,10 +1,9 @@
-"""The fork server: imports TensorFlow once, then forks a task in milliseconds on request.
+"""The fork server of a run: forks a task in milliseconds on request, with TensorFlow imported.
 
-A `launcher.Launcher` runs it with the arguments FD ISOLATE PRELOAD PARENT. It may import TensorFlow, but
-must run no op and start no thread before it forks. Launcher and server exchange messages (see `messages`),
-one per packet, over the Unix socket FD. The tasks inherit the socket and send their own packets through it;
-they read the launcher's messages from their standard input, one per line. Each side may die at any time: at
-the end of the socket the server kills every task and exits, and if the server dies, the kernel kills the tasks.
+It is itself a fork of the `warm_process`, and runs no op and starts no thread. Launcher and server exchange messages
+(see `messages`), one per packet, over a Unix socket. The tasks inherit the socket and send their own packets through
+it; they read the launcher's messages from their standard input, one per line. Each side may die at any time: at the end
+of the socket the server kills every task and exits, and if the server dies, the kernel kills the tasks.
 """
 
 import contextlib
@@ -23,9 +22,7 @@ from typing import Any, NamedTuple
 from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
-from tf2dist.linux import import_lazily
 from tf2dist.messages import DROPPABLE, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer, pack, unpack
-from tf2dist.signals import reset_inherited
 from tf2dist.tf_constants import AUTOGRAPH_FILE
 
 MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB
@@ -83,7 +80,7 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int, 
     # A group of its own, so that a kill reaches what the task itself has started.
     os.setpgid(0, 0)
     linux.die_with_parent(parent_pid)
-    for number in (signal.SIGCHLD, *LAUNCHERS_SIGNALS):
+    for number in (signal.SIGCHLD, signal.SIGCONT, *LAUNCHERS_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     # The pipe is the server's: a signal to this task would wake the server.
     signal.set_wakeup_fd(-1)
@@ -205,25 +202,29 @@ def serve(sock: socket.socket, wakeup: int) -> int:
             task.close()
 
 
-def main() -> None:
-    reset_inherited()
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    isolated = sys.argv[2] == "1" and linux.enter_private_network()
-    linux.die_with_parent(int(sys.argv[4]))  # imports take seconds, and nothing reads the socket meanwhile
-    for number in LAUNCHERS_SIGNALS:  # the launcher handles those to the whole group or service
-        signal.signal(number, signal.SIG_IGN)
-    import_lazily()
-    for module in filter(None, sys.argv[3].split(",")):
-        importlib.import_module(module)
-    # From now on the server has tasks to kill when the launcher dies, which it sees at the end of the socket. If it is
-    # stopped then, SIGCONT wakes it.
-    linux.set_death_signal(signal.SIGCONT)
-    ports = list(range(2222, 2222 + MAX_LOCAL_TASKS)) if isolated else linux.unused_ports(MAX_LOCAL_TASKS)
+def woken_by(*signals: int) -> int:
+    """Makes signals wake this process; returns the descriptor that can be read then."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     # Python writes to the wakeup descriptor only for signals that have a handler.
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in signals:
+        signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end)
-    poster(sock)(Ready(isolated, tuple(ports)))
-    code = serve(sock, read_end)
-    os._exit(code)  # without TensorFlow's clean-up: after the launcher's death nothing may stay for so long
+    return read_end
+
+
+def main(sock: socket.socket, isolate: bool) -> int:
+    """In a process of its own: serves a launcher to its end; returns the exit code.
+
+    Args:
+        sock: the server's end.
+        isolate: whether to put the tasks into a private loopback network.
+    """
+    isolated = isolate and linux.enter_private_network()
+    # The server has tasks to kill when its launcher dies, which it sees at the end of the socket. So the death of the
+    # warm process only wakes it.
+    linux.set_death_signal(signal.SIGCONT)
+    ports = list(range(2222, 2222 + MAX_LOCAL_TASKS)) if isolated else linux.unused_ports(MAX_LOCAL_TASKS)
+    wakeup = woken_by(signal.SIGCHLD)
+    poster(sock)(Ready(os.getpid(), isolated, tuple(ports)))
+    return serve(sock, wakeup)

@@ -18,7 +18,6 @@ import platform
 import select
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -33,8 +32,9 @@ from tf2dist.launch.console import open_standard_descriptors
 from tf2dist.launch.failures import MEMORY_LIMIT, THREAD_LIMIT, OomKills, fork_server_error
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import log_path, open_log
-from tf2dist.linux import child_environment, module_command
-from tf2dist.messages import Event, Exited, Forward, Ready, Start, Started, ToTask, pack, unpack
+from tf2dist.launch.warm_process import ask_for_server
+from tf2dist.linux import child_environment
+from tf2dist.messages import Event, Exited, Forward, Packet, Ready, ServerEnded, Start, Started, ToTask, pack, unpack
 from tf2dist.tf_constants import FAIL_FAST, KERAS_ON_TENSORFLOW, LOG_LEVEL, ONEDNN, PRIMITIVE_MEMORY
 
 SERVER = "forkserver"  # the name of its log
@@ -46,7 +46,7 @@ SERVER_CHECK_SECS = 0.5  # tasks inherit the socket, so the server's death may g
 
 
 class Launcher:
-    """The tasks of one host, each in its own process, forked from one that has TensorFlow loaded.
+    """The tasks of one host, each in its own process, forked from one that has TensorFlow loaded: see `warm_process`.
 
     Attributes:
         ready: whether tasks can be forked. `events` keeps this and the following attributes up to date.
@@ -57,7 +57,7 @@ class Launcher:
     Args:
         log_dir: an existing folder; task `worker-0` logs to ``worker-0.log`` there.
         isolate: whether to put the tasks into a private loopback network (see `linux`).
-        preload: modules that the fork server imports once for all tasks.
+        preload: modules that are imported once for all tasks.
         env: environment variables set before anything is imported.
     """
 
@@ -74,6 +74,7 @@ class Launcher:
         self.preload = preload
         self.env = dict(env or {})
         self.ready = self.isolated = False
+        self._server_pid = 0  # until it is ready, and once it has ended
         self.ports: list[int] = []
         self.tasks: dict[str, int] = {}
         self._oom_kills = OomKills()
@@ -82,17 +83,14 @@ class Launcher:
     def __enter__(self) -> Self:
         open_standard_descriptors()  # or the socket could get one of their numbers, which the log takes
         self._sock, server_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [str(server_sock.fileno()), str(int(self.isolate)), ",".join(self.preload), str(os.getpid())]
         with server_sock, self._open_log(SERVER) as log:
             try:
-                self._server = subprocess.Popen(
-                    module_command("tf2dist.launch.forkserver", *arguments),
-                    pass_fds=[server_sock.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**child_environment(), **self.env},
-                    start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the tasks in order
+                self._warm = ask_for_server(
+                    server_sock,
+                    log.fileno(),
+                    isolate=self.isolate,
+                    preload=self.preload,
+                    environ={**child_environment(), **self.env},
                 )
             except OSError as error:
                 self._sock.close()
@@ -153,7 +151,7 @@ class Launcher:
         while True:
             remaining = max(0.0, deadline - time.monotonic())
             if not select.select([self._sock], [], [], min(remaining, SERVER_CHECK_SECS))[0]:
-                if self._server.poll() is not None:
+                if not self._server_runs():
                     self._give_up()
                 if time.monotonic() >= deadline:
                     return
@@ -163,10 +161,14 @@ class Launcher:
                 packet = self._sock.recv(MAX_PACKET_BYTES)
             if not packet:
                 self._give_up()
-            event: Event = unpack(packet, Event)
+            event: Packet = unpack(packet, Packet)
             match event:
                 case Ready():
+                    self._warm.served(is_ready=True)
+                    self._server_pid = event.pid
                     self.ready, self.isolated, self.ports = True, event.isolated, list(event.ports)
+                case ServerEnded():
+                    self._give_up(event.code)
                 case Started() if event.task in self.tasks:
                     self.tasks[event.task] = event.pid
                 case Exited():
@@ -190,7 +192,7 @@ class Launcher:
     def give_up_on(self, name: str) -> NoReturn:
         """Kills everything, since a task that was killed `KILL_TIMEOUT_SECS` ago is not reported as ended."""
         killed = f"{name}, killed {KILL_TIMEOUT_SECS:.0f} s ago"
-        server_runs = _runs(self._server.pid)
+        server_runs = _runs(self._server_pid)
         self._kill_server()
         if server_runs:
             raise TaskLostError(f"{killed}, has not ended: a file system or a device may not respond")
@@ -200,15 +202,33 @@ class Launcher:
         """Also kills what the tasks have started, which the kernel does not kill when the server ends."""
         for name in list(self.tasks):
             self.signal(name, signal.SIGKILL)
-        self._server.kill()
+        if self._server_runs():
+            os.kill(self._server_pid, signal.SIGKILL)
 
-    def _give_up(self) -> NoReturn:
-        """Kills everything, since the fork server has ended."""
-        code = None
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the socket may close before the process has ended
-            code = self._server.wait(SERVER_CHECK_SECS)
+    def _server_runs(self) -> bool:
+        """Whether the fork server has not ended, as far as it is known without its message."""
+        return psutil.pid_exists(self._server_pid) if self.ready else self._warm.exit_code() is None
+
+    def _give_up(self, code: int | None = None) -> NoReturn:
+        """Kills everything, since the fork server has ended, with this exit code if it is known already."""
+        # The socket may close before a process has ended.
+        if code is None:
+            code = self._code_of_server(SERVER_CHECK_SECS) if self.ready else self._warm.exit_code(SERVER_CHECK_SECS)
         self._kill_server()
+        self._server_pid = 0
         raise fork_server_error(code, self.log_of(SERVER), log_path(self.log_dir, SERVER), self._oom_kills)
+
+    def _code_of_server(self, timeout_secs: float) -> int | None:
+        """Waits for the end of the fork server; returns its exit code, None without one."""
+        deadline = time.monotonic() + timeout_secs
+        with contextlib.suppress(OSError):
+            while select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                packet = self._sock.recv(MAX_PACKET_BYTES)
+                if not packet:
+                    return None
+                if isinstance(event := unpack(packet, Packet), ServerEnded):
+                    return event.code
+        return None
 
     def send_to_task(self, name: str, message: ToTask) -> None:
         """Writes a message to the task's standard input, if it still runs.
@@ -243,20 +263,18 @@ class Launcher:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if not self.ready:
-                self._server.kill()  # it is importing and does not read the socket
-            elif self._server.poll() is None:
+            if self._server_pid:
                 self.kill_all()
+                self._sock.shutdown(socket.SHUT_WR)  # makes the server kill what is left and exit
+                if self._code_of_server(KILL_TIMEOUT_SECS) is None:
+                    self._kill_server()
+                    self._code_of_server(KILL_TIMEOUT_SECS)  # the kernel itself may wait for a device
         except (TfDistError, OSError):
             pass  # the server died: the kernel has killed its tasks
         finally:
-            self._sock.close()  # makes the server kill what is left and exit
-            try:
-                self._server.wait(KILL_TIMEOUT_SECS)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel itself may wait for a device
-                    self._server.wait(KILL_TIMEOUT_SECS)
+            self._sock.close()
+            if not self.ready:
+                self._warm.served(is_ready=False)
 
 
 def _runs(pid: int) -> bool:

@@ -1,0 +1,94 @@
+"""A second call of `tf2dist.fit` in a process, which needs no import: it is as the first one, but begins sooner."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import slowness
+
+# `leave` changes whatever a process has one of, in the tasks of the first call alone.
+PROGRAM = """
+import json, os, pathlib, sys, threading, time
+import keras, numpy as np, psutil
+import tf2dist
+
+caller, folder = os.getpid(), pathlib.Path(sys.argv[1]).absolute()
+rng = np.random.default_rng(0)
+x = rng.normal(size=(240, 3)).astype("float32")
+
+def of_process():
+    import matplotlib
+    return [os.environ.get("LEFT"), keras.mixed_precision.global_policy().name, keras.config.floatx(),
+            matplotlib.get_backend(), [each.name for each in threading.enumerate() if "left" in each.name],
+            "left" in sys.modules]
+
+def leave():
+    import matplotlib
+    os.environ["LEFT"] = "1"
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(7)
+    matplotlib.use("svg")
+    sys.modules["left"] = os
+    threading.Thread(target=time.sleep, args=(60,), name="left", daemon=True).start()
+
+def build(number):
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input([3]), *layers])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    if os.getpid() != caller:
+        (folder / f"{number}-{os.getpid()}.json").write_text(json.dumps(of_process()))
+        if number == 0:
+            leave()
+            (folder / f"left-{os.getpid()}.json").write_text(json.dumps(of_process()))
+    return model
+
+def train(number, mode):
+    began = time.time()
+    result = tf2dist.fit(lambda: build(number), x, x.sum(1), batch_size=20, epochs=2, seed=5, verbose=0,
+                         mode=mode, cluster=tf2dist.Local(workers=1 if mode == "async" else 2), shuffle=True)
+    first = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    return [first["time"] - began, [weight.tolist() for weight in result.model.get_weights()]]
+
+def warm():
+    return [each.pid for each in psutil.Process().children()]
+
+first = train(0, sys.argv[2])
+pids = warm()
+second = train(1, sys.argv[2])
+stayed = warm() == pids
+tf2dist.end_warm_process()
+third = train(2, sys.argv[2])
+print(json.dumps([first, second, third, stayed, len(pids)]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_second_call_begins_sooner_and_gives_the_same(tmp_path: Path, mode: str) -> None:
+    """Nothing of what the tasks of the first one have changed in their process is there any more."""
+    (tmp_path / "script.py").write_text(PROGRAM)
+    (tmp_path / "found").mkdir()
+    done = subprocess.run(
+        [sys.executable, "script.py", "found", mode],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120 * slowness(),
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.returncode == 0, done.stderr
+    _, (warm_secs, warm), (cold_secs, cold), stayed, num_warm = json.loads(done.stdout.splitlines()[-1])
+    assert warm == cold, "the same seed gives the same weights"
+    assert stayed
+    assert num_warm == 1
+    assert warm_secs < cold_secs
+    found: dict[str, set[str]] = {}
+    for path in (tmp_path / "found").iterdir():
+        found.setdefault(path.name.partition("-")[0], set()).add(path.read_text())
+    assert found["1"] == found["2"]
+    assert len(found["1"]) == 1
+    assert not found["1"] & found["left"], "the first call did change its processes"

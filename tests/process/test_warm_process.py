@@ -1,0 +1,204 @@
+"""The warm process: how long it stays, what replaces it, and that a run leaves nothing in it."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.process.test_launcher import TIMEOUT_SECS, make, said, start, wait_for
+from tf2dist.errors import TaskLostError
+from tf2dist.launch import warm_process
+from tf2dist.launch.launcher import Launcher
+from tf2dist.messages import Exited, Ready
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_leftovers: Callable[[], None]) -> Iterator[None]:
+    warm_process.end_warm_process()
+    yield
+    warm_process.end_warm_process()
+
+
+def warm_pid(folder: Path, **options: str) -> int:
+    """The process id of the warm process of a run that has ended."""
+    with make(folder, env=options) as launcher:
+        server = wait_for(launcher, Ready).pid
+        pid = psutil.Process(server).ppid()
+    assert not psutil.pid_exists(server)
+    return pid
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended; one whose parent has ended may stay a zombie."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_it_stays_for_the_next_run(tmp_path: Path) -> None:
+    assert warm_pid(tmp_path) == warm_pid(tmp_path)
+
+
+def test_it_is_replaced_if_what_it_was_started_with_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = [warm_pid(tmp_path), warm_pid(tmp_path, KERAS_BACKEND="tensorflow")]
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    pids.append(warm_pid(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    pids.append(warm_pid(tmp_path))
+    with make(tmp_path) as launcher:
+        pids.append(psutil.Process(wait_for(launcher, Ready).pid).ppid())
+        assert pids.pop() == pids[-1], "nothing has changed"
+        with Launcher(tmp_path, preload=("json",)) as other:
+            pids.append(psutil.Process(wait_for(other, Ready).pid).ppid())
+        start(launcher, "worker-0", "succeed")  # by the replaced one, which stays until this run ends
+        assert wait_for(launcher, Exited).code == 0
+    assert len(set(pids)) == len(pids)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids[:-1] if psutil.pid_exists(pid)], 5)
+    assert not alive
+
+
+def test_it_is_replaced_if_it_was_killed(tmp_path: Path) -> None:
+    before = warm_pid(tmp_path)
+    os.kill(before, signal.SIGKILL)
+    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    assert warm_pid(tmp_path) != before
+
+
+def test_runs_side_by_side_share_it(tmp_path: Path) -> None:
+    with make(tmp_path) as first:
+        start(first, "worker-0", "hear")
+        said(first)
+        with make(tmp_path, isolate=True) as second:
+            start(second, "worker-1", "succeed")
+            assert wait_for(second, Exited).code == 0
+            servers = {psutil.Process(launcher._server_pid) for launcher in (first, second)}
+            assert len({server.ppid() for server in servers}) == 1 < len(servers)
+        assert first.runs("worker-0"), "the end of the other run is not its own"
+
+
+def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
+    """It is not needed any more; only the exit code of the fork server would come through it."""
+    with make(tmp_path) as launcher:
+        wait_for(launcher, Ready)
+        os.kill(launcher._warm.pid, signal.SIGKILL)
+        start(launcher, "worker-0", "succeed")
+        assert wait_for(launcher, Exited).code == 0
+        os.kill(launcher._server_pid, signal.SIGKILL)
+        with pytest.raises(TaskLostError, match="the fork server has closed its socket"):
+            wait_for(launcher, Exited)
+
+
+def test_a_run_sees_the_environment_and_the_folder_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables that nothing reads in an import do not replace it, but tasks have them."""
+    found = []
+    for number in range(2):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("TF_CONFIG", f"{number}")
+        with Launcher(tmp_path, preload=("numpy",)) as launcher:
+            start(launcher, "worker-0", "where")
+            found.append(said(launcher) | {"warm": launcher._warm.pid})
+            wait_for(launcher, Exited)
+    first, second = found
+    assert first["warm"] == second["warm"]
+    assert [(each["TF_CONFIG"], each["cwd"]) for each in found] == [(f"{n}", str(tmp_path / f"{n}")) for n in range(2)]
+    assert first["draw"] != second["draw"], "numbers that no seed determines differ, as after an import"
+
+
+def held(process: psutil.Process) -> tuple[int, int, int]:
+    """The descriptors, threads and descendants of a process, once it waits."""
+    deadline = time.monotonic() + TIMEOUT_SECS
+    while process.pid != os.getpid() and process.status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # between two looks
+    return process.num_fds(), process.num_threads(), len(process.children(recursive=True))
+
+
+def test_ten_runs_leave_nothing_behind(tmp_path: Path) -> None:
+    warm = psutil.Process(warm_pid(tmp_path))
+    gc.collect()  # what earlier tests have left to be closed
+    before = held(psutil.Process()), held(warm)
+    for _ in range(10):
+        warm_pid(tmp_path)
+    assert (held(psutil.Process()), held(warm)) == before
+
+
+def test_it_stays_when_the_thread_ends_that_has_started_it(tmp_path: Path) -> None:
+    """The kernel sends its signal of a parent's death at the end of that thread, too."""
+    pids: list[int] = []
+    thread = threading.Thread(target=lambda: pids.append(warm_pid(tmp_path)))
+    thread.start()
+    thread.join(TIMEOUT_SECS)
+    assert warm_pid(tmp_path) == pids[0]
+
+
+def test_a_forked_copy_of_the_process_has_its_own(tmp_path: Path) -> None:
+    code = """
+import os, pathlib, sys
+from tests.process.test_warm_process import warm_pid
+folder = pathlib.Path(sys.argv[1])
+before = warm_pid(folder)
+child = os.fork()
+if not child:
+    os._exit(warm_pid(folder) == before)
+assert os.waitpid(child, 0)[1] == 0
+assert warm_pid(folder) == before
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, timeout=60, check=True)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "sys.exit(0)"])
+def test_it_ends_with_its_parent(tmp_path: Path, end: str) -> None:
+    """Although another process may hold its socket."""
+    code = f"""
+import os, pathlib, signal, subprocess, sys
+from tests.process.test_warm_process import warm_pid, warm_process
+warm = warm_pid(pathlib.Path(sys.argv[1]))
+os.set_inheritable(warm_process._warm._control.fileno(), True)
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
+print(warm, child.pid, flush=True)
+{end}
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=30)
+    pid, child = map(int, done.stdout.split())
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while runs(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # between two looks
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_idle_it_takes_no_processor_time(tmp_path: Path) -> None:
+    process = psutil.Process(warm_pid(tmp_path))
+    before = process.cpu_times()
+    time.sleep(0.5)  # the time that is looked at
+    assert process.cpu_times() == before
+
+
+def test_a_file_that_has_changed_is_imported_anew(tmp_path: Path) -> None:
+    """What the user's code imports is imported after the fork."""
+    found = []
+    for number in (1, 22):
+        sends = f"send = lambda _, to_launcher: to_launcher.send(ResultMessage({{'n': {number}}})) or 0"
+        (tmp_path / "changing.py").write_text(f"from tf2dist.messages import ResultMessage\n{sends}\n")
+        with make(tmp_path) as launcher:
+            launcher.start("worker-0", "changing:send", {}, sys_path=[str(tmp_path), *sys.path])
+            found.append((said(launcher)["n"], launcher._warm.pid))
+            wait_for(launcher, Exited)
+    (first, pid), (second, other) = found
+    assert (first, second, pid) == (1, 22, other)

@@ -1,0 +1,336 @@
+"""The warm process: it has TensorFlow imported, and forks the fork server of each run of the process that started it.
+
+The import takes seconds, and a second `fit`, the next job of a sweep and the next test need none. So the warm process
+stays until the process that started it ends, for whatever reason, or calls `end_warm_process`. It runs no operation,
+starts no thread and loads no code of the user, so that every run begins as the first one did. It is replaced if what it
+was started with has changed: see `state_of_start`.
+
+A launcher asks for a fork server by a packet with three descriptors: the socket of the fork server, its log, and a file
+that holds a `Serve`. The fork server answers through that socket itself. The warm process keeps a copy of it, through
+which it tells the launcher the exit code in the end.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tf2dist import linux
+from tf2dist.config import load
+from tf2dist.launch import forkserver
+from tf2dist.linux import import_lazily, module_command
+from tf2dist.messages import ServerEnded, pack
+from tf2dist.signals import reset_inherited
+
+NUM_DESCRIPTORS = 3
+END_SECS = 10.0  # a process that is asked to end does so at once, unless the kernel waits for a device
+PACKAGES = ("tensorflow", "keras", "numpy", "tf2dist")
+# What nothing reads while it is imported; pytest sets its own for each test.
+NOT_READ = ("TF_CONFIG", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_")
+LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Fork a fork server.
+
+    Attributes:
+        isolate: whether to put it into a private loopback network.
+        environ: all its environment variables.
+        cwd: its working directory.
+    """
+
+    isolate: bool
+    environ: dict[str, str]
+    cwd: str
+
+
+def state_of_start(preload: tuple[str, ...], environ: Mapping[str, str]) -> list[Any]:
+    """All that an import may depend on: of two equal states one warm process can serve both."""
+    read = {name: value for name, value in environ.items() if name not in NOT_READ}
+    own = [os.getuid(), os.getgid(), sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0), _umask()]
+    with contextlib.suppress(OSError):
+        own.append(os.stat(load.path()).st_mtime_ns)  # keras.json
+    return [preload, read, module_command(""), *own, *map(resource.getrlimit, LIMITS), *map(_version, PACKAGES)]
+
+
+def _umask() -> str:
+    with contextlib.suppress(OSError, StopIteration):  # asking for it would set it, for all threads
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith("Umask:"))
+    return ""
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(PackageNotFoundError, OSError):
+        return version(package)
+    return ""
+
+
+class WarmProcess:
+    """A warm process as seen by the process that has started it.
+
+    Attributes:
+        pid: its process id.
+        is_warm: whether a fork server of it has been ready, and the import is done.
+        num_waiting: the launchers that wait for their fork server.
+
+    Args:
+        log: takes its output until the import is done.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, state: list[Any], preload: tuple[str, ...], environ: Mapping[str, str], log: int) -> None:
+        self.state, self.is_warm, self.num_waiting = state, False, 0
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = [str(theirs.fileno()), ",".join(preload), str(os.getpid())]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    module_command("tf2dist.launch.warm_process", *arguments),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environ,
+                    start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the tasks in order
+                )
+            except OSError:
+                self._control.close()
+                raise
+        self.pid = self._process.pid
+
+    def ask(self, serve: Serve, server_sock: socket.socket, log: int) -> None:
+        """Asks for a fork server, which may come only once the import is done. Raises OSError if it has ended."""
+        request = os.memfd_create("fork server")
+        try:
+            os.write(request, json.dumps(asdict(serve)).encode())
+            socket.send_fds(self._control, [b"serve"], [server_sock.fileno(), log, request])
+        finally:
+            os.close(request)
+        self.num_waiting += 1
+
+    def exit_code(self, timeout_secs: float = 0.0) -> int | None:
+        """Its exit code; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_secs)
+        return None
+
+    def served(self, is_ready: bool) -> None:
+        """A launcher waits no longer: its fork server is ready, or is not needed any more."""
+        self.num_waiting -= 1
+        self.is_warm |= is_ready
+        if not self.is_warm and not self.num_waiting:
+            self._process.kill()  # it is importing and reads nothing
+
+    def close(self, timeout_secs: float = 0.0) -> None:
+        """Asks it to end once its fork servers have ended, and waits for that."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._control.shutdown(socket.SHUT_RDWR)  # another process may have the socket, too
+        self._control.close()
+        if not self.is_warm and not self.num_waiting:
+            self._process.kill()
+        self.exit_code(timeout_secs)
+
+    def forget(self) -> None:
+        """In a forked copy of the process that has started it, which is not its parent."""
+        self._control.close()
+        self._process.returncode = 0  # so that it is not waited for
+
+
+_lock = threading.Lock()
+_warm: WarmProcess | None = None
+
+
+def ask_for_server(
+    server_sock: socket.socket, log: int, *, isolate: bool, preload: tuple[str, ...], environ: dict[str, str]
+) -> WarmProcess:
+    """Asks the warm process of this process for a fork server, after it is started or replaced if need be.
+
+    Args:
+        server_sock: the fork server's end of its socket.
+        log: the file for its output.
+
+    Raises:
+        OSError: the warm process cannot be started.
+    """
+    global _warm
+    state = state_of_start(preload, environ)
+    serve = Serve(isolate, environ, os.getcwd())
+    with _lock:
+        if _warm and _warm.state == state and _warm.exit_code() is None:
+            with contextlib.suppress(OSError):  # it ends in this moment
+                _warm.ask(serve, server_sock, log)
+                return _warm
+        if _warm:
+            _warm.close()
+        _warm = None  # should the next one fail to start
+        _warm = WarmProcess(state, preload, environ, log)
+        _warm.ask(serve, server_sock, log)
+        return _warm
+
+
+def end_warm_process() -> None:
+    """Ends the process that tf2dist keeps for the next run of this one; the next run starts another.
+
+    A process that has called `fit` or `predict` keeps one with TensorFlow imported, which saves seconds at the start of
+    each further call. It takes no processor time and the memory of the import, some 300 MB, and ends with this process.
+    """
+    global _warm
+    with _lock:
+        if _warm:
+            _warm.close(END_SECS)
+        _warm = None
+
+
+def _forget() -> None:
+    global _lock, _warm
+    _lock = threading.Lock()
+    if _warm:
+        _warm.forget()
+    _warm = None
+
+
+atexit.register(end_warm_process)
+os.register_at_fork(after_in_child=_forget)
+
+
+# The other side: the warm process itself.
+
+
+def main() -> None:
+    reset_inherited()
+    control, parent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[3])
+    linux.die_with_parent(parent_pid)  # the import takes seconds, and nothing reads the socket meanwhile
+    for number in forkserver.LAUNCHERS_SIGNALS:  # the launcher handles those to the whole group or service
+        signal.signal(number, signal.SIG_IGN)
+    import_lazily()
+    for module in filter(None, sys.argv[2].split(",")):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is imported stays, and a collector that looked at it would copy its pages in each task
+    _close_log()
+    # From now on the end of its parent only wakes it, since fork servers have tasks to kill before they end. The kernel
+    # sends the signal also when just the thread has ended that has started this process.
+    wakeup = forkserver.woken_by(signal.SIGCHLD, signal.SIGCONT)
+    linux.set_death_signal(signal.SIGCONT)
+    serve_requests(control, wakeup, os.getppid())
+    os._exit(0)  # without TensorFlow's clean-up: nothing may stay for so long
+
+
+def _close_log() -> None:
+    """The log is that of the first run, and its file must not be held open for the next ones."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (1, 2):
+        os.dup2(null, number)
+    os.close(null)
+
+
+def serve_requests(control: socket.socket, wakeup: int, parent_pid: int) -> None:
+    """Forks fork servers until nobody can ask for one any more, and the last one has ended.
+
+    Args:
+        wakeup: can be read after a signal.
+        parent_pid: of the process that asks; it has ended if that is not the parent any more.
+    """
+    servers: dict[int, socket.socket] = {}  # by process id the socket to its launcher
+    is_open = True
+    while is_open or servers:
+        ready, _, _ = select.select([wakeup, *[control.fileno()] * is_open], [], [])
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+            report_ends(servers)
+            if os.getppid() != parent_pid:
+                is_open = False
+                for pid in servers:
+                    os.kill(pid, signal.SIGCONT)  # one that is stopped must see the end of its socket
+        if is_open and control.fileno() in ready:
+            packet, descriptors, _, _ = socket.recv_fds(control, 16, NUM_DESCRIPTORS)
+            if not packet:
+                is_open = False
+                continue
+            own = [control.fileno(), wakeup, *(sock.fileno() for sock in servers.values())]
+            servers |= fork_server(descriptors, own)
+
+
+def report_ends(servers: dict[int, socket.socket]) -> None:
+    """Tells the launcher of each fork server that has ended its exit code."""
+    while servers:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        if sock := servers.pop(pid, None):
+            with sock, contextlib.suppress(OSError):
+                sock.send(pack(ServerEnded(os.waitstatus_to_exitcode(status))), socket.MSG_DONTWAIT)
+
+
+def fork_server(descriptors: list[int], not_its_own: list[int]) -> dict[int, socket.socket]:
+    """Forks a fork server; returns its process id with its socket, or nothing if it cannot be forked.
+
+    Args:
+        descriptors: the socket, the log, and the request.
+        not_its_own: the descriptors of the warm process that it must not have.
+    """
+    sock_fd, log, request = descriptors
+    sock = socket.socket(fileno=sock_fd)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            run_server(sock, log, request, not_its_own)
+        return {pid: sock}
+    except OSError as error:  # no more processes or memory
+        os.write(log, f"{error}\n".encode())
+        with sock, contextlib.suppress(OSError):
+            sock.send(pack(ServerEnded(1)), socket.MSG_DONTWAIT)
+        return {}
+    finally:
+        os.close(log)
+        os.close(request)
+
+
+def run_server(sock: socket.socket, log: int, request: int, not_its_own: list[int]) -> NoReturn:
+    """In the forked child: becomes what a process would be that the launcher has started, and serves."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        for descriptor in not_its_own:
+            os.close(descriptor)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        with open(request, encoding="utf-8") as file:
+            file.seek(0)
+            serve = Serve(**json.load(file))
+        os.environ.clear()
+        os.environ.update(serve.environ)
+        with contextlib.suppress(OSError):  # it has been removed
+            os.chdir(serve.cwd)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # as after an import; Python's own generator is seeded at a fork
+        code = forkserver.main(sock, serve.isolate)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
