@@ -109,7 +109,8 @@ class Launcher:
         while not self.ready:
             try:
                 for _ in self.events(READY_POLL_SECS):
-                    pass
+                    if self.ready:
+                        return
             except TfDistError:
                 check()  # a signal to the whole service may have ended the server too
                 raise

@@ -190,7 +190,7 @@ def end_warm_process() -> None:
     """Ends the process that tf2dist keeps for the next run of this one; the next run starts another.
 
     A process that has called `fit` or `predict` keeps one with TensorFlow imported, which saves seconds at the start of
-    each further call. It takes no processor time and the memory of the import, some 300 MB, and ends with this process.
+    each further call. It takes no processor time and about 250 MB of memory, and ends with this process.
     """
     global _warm
     with _lock:
