@@ -183,6 +183,74 @@ print(warm, child.pid, flush=True)
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_fork_server_that_ends_before_it_is_ready_ends_nobody_else(tmp_path: Path) -> None:
+    """The launcher does not know its process id yet."""
+    code = """
+import pathlib, socket, sys
+from tests.process.test_launcher import make
+from tf2dist.errors import TrainingError
+from tf2dist.launch import launcher
+from tf2dist.messages import ServerEnded, pack
+
+def ask(server_sock, log, **arguments):
+    warm = ask_for_server(server_sock, log, **arguments)
+    server_sock.send(pack(ServerEnded(1)))  # as the warm process does if there can be no more processes
+    return warm
+
+ask_for_server, launcher.ask_for_server = launcher.ask_for_server, ask
+for _ in range(2):
+    try:
+        with make(pathlib.Path(sys.argv[1])) as one:
+            one.wait_ready(lambda: None)
+    except TrainingError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, process_group=0)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("the fork server failed: ") == 2
+
+
+def test_one_that_is_stopped_is_woken_for_the_next_run(tmp_path: Path) -> None:
+    pid = warm_pid(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    assert warm_pid(tmp_path) == pid
+
+
+def test_a_run_may_begin_in_a_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    warm_pid(tmp_path)
+
+
+def test_a_killed_caller_takes_its_run_with_it_although_a_forked_copy_of_it_lives(tmp_path: Path) -> None:
+    code = """
+import os, pathlib, signal, sys, time
+from tests.process.test_launcher import make, said, start
+with make(pathlib.Path(sys.argv[1])) as launcher:
+    start(launcher, "worker-0", "wait")
+    task = said(launcher)["pid"]
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        time.sleep(60)
+        os._exit(0)
+    print(task, child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=30)
+    task, child = map(int, done.stdout.split())
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while runs(task):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # between two looks
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_idle_it_takes_no_processor_time(tmp_path: Path) -> None:
     process = psutil.Process(warm_pid(tmp_path))
     before = process.cpu_times()

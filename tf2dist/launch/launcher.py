@@ -169,6 +169,7 @@ class Launcher:
                     self._server_pid = event.pid
                     self.ready, self.isolated, self.ports = True, event.isolated, list(event.ports)
                 case ServerEnded():
+                    self._server_pid = 0  # another process may get the number
                     self._give_up(event.code)
                 case Started() if event.task in self.tasks:
                     self.tasks[event.task] = event.pid
@@ -203,12 +204,13 @@ class Launcher:
         """Also kills what the tasks have started, which the kernel does not kill when the server ends."""
         for name in list(self.tasks):
             self.signal(name, signal.SIGKILL)
-        if self._server_runs():
-            os.kill(self._server_pid, signal.SIGKILL)
+        if self._server_pid:  # 0 would mean this process's own group
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._server_pid, signal.SIGKILL)
 
     def _server_runs(self) -> bool:
         """Whether the fork server has not ended, as far as it is known without its message."""
-        return psutil.pid_exists(self._server_pid) if self.ready else self._warm.exit_code() is None
+        return _exists(self._server_pid) if self.ready else self._warm.exit_code() is None
 
     def _give_up(self, code: int | None = None) -> NoReturn:
         """Kills everything, since the fork server has ended, with this exit code if it is known already."""
@@ -222,12 +224,13 @@ class Launcher:
     def _code_of_server(self, timeout_secs: float) -> int | None:
         """Waits for the end of the fork server; returns its exit code, None without one."""
         deadline = time.monotonic() + timeout_secs
-        with contextlib.suppress(OSError):
-            while select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            with contextlib.suppress(ConnectionResetError):  # said once, before what can still be read
                 packet = self._sock.recv(MAX_PACKET_BYTES)
                 if not packet:
                     return None
                 if isinstance(event := unpack(packet, Packet), ServerEnded):
+                    self._server_pid = 0
                     return event.code
         return None
 
@@ -273,9 +276,21 @@ class Launcher:
         except (TfDistError, OSError):
             pass  # the server died: the kernel has killed its tasks
         finally:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # a process that this one has forked may have the socket, too
             self._sock.close()
             if not self.ready:
                 self._warm.served(is_ready=False)
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process has not ended; nobody may have asked yet for the exit code of one that has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except (psutil.Error, OSError):  # no file can be opened to look
+        return True
 
 
 def _runs(pid: int) -> bool:

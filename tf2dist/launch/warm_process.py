@@ -5,13 +5,14 @@ stays until the process that started it ends, for whatever reason, or calls `end
 starts no thread and loads no code of the user, so that every run begins as the first one did. It is replaced if what it
 was started with has changed: see `state_of_start`.
 
-A launcher asks for a fork server by a packet with three descriptors: the socket of the fork server, its log, and a file
-that holds a `Serve`. The fork server answers through that socket itself. The warm process keeps a copy of it, through
-which it tells the launcher the exit code in the end.
+A launcher asks for a fork server by a packet with four descriptors: the socket of the fork server, its log, its working
+directory, and a file that holds a `Serve`. The fork server answers through that socket itself. The warm process keeps a
+copy of it, through which it tells the launcher the exit code in the end.
 """
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -23,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +38,7 @@ from tf2dist.linux import import_lazily, module_command
 from tf2dist.messages import ServerEnded, pack
 from tf2dist.signals import reset_inherited
 
-NUM_DESCRIPTORS = 3
+NUM_DESCRIPTORS = 4
 END_SECS = 10.0  # a process that is asked to end does so at once, unless the kernel waits for a device
 PACKAGES = ("tensorflow", "keras", "numpy", "tf2dist")
 # What nothing reads while it is imported; pytest sets its own for each test.
@@ -51,18 +53,17 @@ class Serve:
     Attributes:
         isolate: whether to put it into a private loopback network.
         environ: all its environment variables.
-        cwd: its working directory.
     """
 
     isolate: bool
     environ: dict[str, str]
-    cwd: str
 
 
 def state_of_start(preload: tuple[str, ...], environ: Mapping[str, str]) -> list[Any]:
     """All that an import may depend on: of two equal states one warm process can serve both."""
     read = {name: value for name, value in environ.items() if name not in NOT_READ}
-    own = [os.getuid(), os.getgid(), sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0), _umask()]
+    own: list[Any] = [os.getresuid(), os.getresgid(), os.getgroups(), sorted(os.sched_getaffinity(0)), _umask()]
+    own.append(os.getpriority(os.PRIO_PROCESS, 0))
     with contextlib.suppress(OSError):
         own.append(os.stat(load.path()).st_mtime_ns)  # keras.json
     return [preload, read, module_command(""), *own, *map(resource.getrlimit, LIMITS), *map(_version, PACKAGES)]
@@ -118,12 +119,15 @@ class WarmProcess:
 
     def ask(self, serve: Serve, server_sock: socket.socket, log: int) -> None:
         """Asks for a fork server, which may come only once the import is done. Raises OSError if it has ended."""
+        self._process.send_signal(signal.SIGCONT)  # one that is stopped would never serve anybody
+        cwd = os.open(".", os.O_PATH)  # has no name if it was removed
         request = os.memfd_create("fork server")
         try:
             os.write(request, json.dumps(asdict(serve)).encode())
-            socket.send_fds(self._control, [b"serve"], [server_sock.fileno(), log, request])
+            socket.send_fds(self._control, [b"serve"], [server_sock.fileno(), log, cwd, request])
         finally:
             os.close(request)
+            os.close(cwd)
         self.num_waiting += 1
 
     def exit_code(self, timeout_secs: float = 0.0) -> int | None:
@@ -134,10 +138,12 @@ class WarmProcess:
 
     def served(self, is_ready: bool) -> None:
         """A launcher waits no longer: its fork server is ready, or is not needed any more."""
-        self.num_waiting -= 1
-        self.is_warm |= is_ready
-        if not self.is_warm and not self.num_waiting:
-            self._process.kill()  # it is importing and reads nothing
+        with _lock:
+            self.num_waiting -= 1
+            self.is_warm |= is_ready
+            if not self.is_warm and not self.num_waiting:
+                self.state = []  # equals no other: nobody may ask it while it ends
+                self._process.kill()  # it is importing and reads nothing
 
     def close(self, timeout_secs: float = 0.0) -> None:
         """Asks it to end once its fork servers have ended, and waits for that."""
@@ -156,6 +162,7 @@ class WarmProcess:
 
 _lock = threading.Lock()
 _warm: WarmProcess | None = None
+_replaced: list[WarmProcess] = []  # that have not ended, as far as it is known
 
 
 def ask_for_server(
@@ -172,14 +179,16 @@ def ask_for_server(
     """
     global _warm
     state = state_of_start(preload, environ)
-    serve = Serve(isolate, environ, os.getcwd())
+    serve = Serve(isolate, environ)
     with _lock:
+        _replaced[:] = [each for each in _replaced if each.exit_code() is None]
         if _warm and _warm.state == state and _warm.exit_code() is None:
             with contextlib.suppress(OSError):  # it ends in this moment
                 _warm.ask(serve, server_sock, log)
                 return _warm
         if _warm:
             _warm.close()
+            _replaced.append(_warm)
         _warm = None  # should the next one fail to start
         _warm = WarmProcess(state, preload, environ, log)
         _warm.ask(serve, server_sock, log)
@@ -194,16 +203,17 @@ def end_warm_process() -> None:
     """
     global _warm
     with _lock:
-        if _warm:
-            _warm.close(END_SECS)
-        _warm = None
+        warm, _warm = _warm, None
+    if warm:
+        warm.close(END_SECS)
 
 
 def _forget() -> None:
     global _lock, _warm
     _lock = threading.Lock()
-    if _warm:
-        _warm.forget()
+    for each in [*_replaced, *([_warm] if _warm else [])]:
+        each.forget()
+    _replaced.clear()
     _warm = None
 
 
@@ -217,21 +227,46 @@ os.register_at_fork(after_in_child=_forget)
 def main() -> None:
     reset_inherited()
     control, parent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[3])
-    linux.die_with_parent(parent_pid)  # the import takes seconds, and nothing reads the socket meanwhile
+    end_if_alone = functools.partial(_end_if_alone, parent_pid)
+    # The import takes seconds, and nothing reads the socket meanwhile. The kernel sends the signal also when only the
+    # thread has ended that has started this process.
+    signal.signal(signal.SIGCONT, end_if_alone)
+    linux.set_death_signal(signal.SIGCONT)
+    end_if_alone()
+    parent_pid = os.getppid()  # 0 in another PID namespace
     for number in forkserver.LAUNCHERS_SIGNALS:  # the launcher handles those to the whole group or service
         signal.signal(number, signal.SIG_IGN)
     import_lazily()
-    for module in filter(None, sys.argv[2].split(",")):
-        importlib.import_module(module)
+    try:
+        for module in filter(None, sys.argv[2].split(",")):
+            importlib.import_module(module)
+    except BaseException:
+        _tell_all(control, traceback.format_exc())
+        raise
     gc.collect()
     gc.freeze()  # what is imported stays, and a collector that looked at it would copy its pages in each task
     _close_log()
-    # From now on the end of its parent only wakes it, since fork servers have tasks to kill before they end. The kernel
-    # sends the signal also when just the thread has ended that has started this process.
+    os.chdir("/")  # a file system may be unmounted
+    # From now on the end of its parent only wakes it, since fork servers have tasks to kill before they end.
     wakeup = forkserver.woken_by(signal.SIGCHLD, signal.SIGCONT)
-    linux.set_death_signal(signal.SIGCONT)
-    serve_requests(control, wakeup, os.getppid())
+    serve_requests(control, wakeup, parent_pid)
     os._exit(0)  # without TensorFlow's clean-up: nothing may stay for so long
+
+
+def _end_if_alone(parent_pid: int, *_: object) -> None:
+    if os.getppid() not in (parent_pid, 0):  # 0: it is in another PID namespace
+        os._exit(1)
+
+
+def _tell_all(control: socket.socket, text: str) -> None:
+    """Writes why the import has failed into the logs of those that wait for it, but the first, which is its output."""
+    control.setblocking(False)
+    asked = 0
+    with contextlib.suppress(OSError):
+        while descriptors := socket.recv_fds(control, 16, NUM_DESCRIPTORS)[1]:
+            if asked:
+                os.write(descriptors[1], text.encode())
+            asked += 1
 
 
 def _close_log() -> None:
@@ -260,8 +295,10 @@ def serve_requests(control: socket.socket, wakeup: int, parent_pid: int) -> None
             report_ends(servers)
             if os.getppid() != parent_pid:
                 is_open = False
-                for pid in servers:
-                    os.kill(pid, signal.SIGCONT)  # one that is stopped must see the end of its socket
+                for pid, sock in servers.items():
+                    with contextlib.suppress(OSError):  # a process that the launcher has forked may have the other end
+                        sock.shutdown(socket.SHUT_RD)
+                    os.kill(pid, signal.SIGCONT)  # one that is stopped must see that
         if is_open and control.fileno() in ready:
             packet, descriptors, _, _ = socket.recv_fds(control, 16, NUM_DESCRIPTORS)
             if not packet:
@@ -286,27 +323,28 @@ def fork_server(descriptors: list[int], not_its_own: list[int]) -> dict[int, soc
     """Forks a fork server; returns its process id with its socket, or nothing if it cannot be forked.
 
     Args:
-        descriptors: the socket, the log, and the request.
+        descriptors: the socket, the log, the working directory, and the request.
         not_its_own: the descriptors of the warm process that it must not have.
     """
-    sock_fd, log, request = descriptors
+    sock_fd, log, cwd, request = descriptors
     sock = socket.socket(fileno=sock_fd)
     try:
         pid = os.fork()
         if pid == 0:
-            run_server(sock, log, request, not_its_own)
+            run_server(sock, log, cwd, request, not_its_own)
         return {pid: sock}
     except OSError as error:  # no more processes or memory
-        os.write(log, f"{error}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(log, f"{error}\n".encode())
         with sock, contextlib.suppress(OSError):
             sock.send(pack(ServerEnded(1)), socket.MSG_DONTWAIT)
         return {}
     finally:
-        os.close(log)
-        os.close(request)
+        for descriptor in (log, cwd, request):
+            os.close(descriptor)
 
 
-def run_server(sock: socket.socket, log: int, request: int, not_its_own: list[int]) -> NoReturn:
+def run_server(sock: socket.socket, log: int, cwd: int, request: int, not_its_own: list[int]) -> NoReturn:
     """In the forked child: becomes what a process would be that the launcher has started, and serves."""
     code = 1
     try:
@@ -322,14 +360,14 @@ def run_server(sock: socket.socket, log: int, request: int, not_its_own: list[in
             serve = Serve(**json.load(file))
         os.environ.clear()
         os.environ.update(serve.environ)
-        with contextlib.suppress(OSError):  # it has been removed
-            os.chdir(serve.cwd)
+        with contextlib.suppress(OSError):  # this user may not enter it
+            os.fchdir(cwd)
+        os.close(cwd)
+        importlib.invalidate_caches()  # of relative entries of sys.path
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()  # as after an import; Python's own generator is seeded at a fork
         code = forkserver.main(sock, serve.isolate)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
         sys.stderr.flush()
     finally:
