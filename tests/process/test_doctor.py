@@ -143,7 +143,6 @@ def test_an_untested_release_that_has_renamed_internals(tmp_path: Path) -> None:
     assert [line.partition(" of the kind")[0].rpartition(" ")[2] for line in others] == [
         "tensorflow.python.ops.script_ops._py_funcs",
         "Adam._velocities",
-        "slots",
     ]
     assert all(line.startswith("fail: ") and "; install " in line for line in others)
 
