@@ -16,7 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import MAX_SLOWNESS, Command, fork_servers_of, our_processes, slowness, task_process, wait_until
+from tests.conftest import (
+    MAX_SLOWNESS,
+    Command,
+    fork_servers_of,
+    is_warm,
+    our_processes,
+    slowness,
+    task_process,
+    wait_until,
+)
 from tf2dist.checkpoint import snapshot
 from tf2dist.config.schema import ALGORITHMS
 
@@ -88,6 +97,7 @@ class Chaos:
             self.stop_the_launcher: 1,
             self.kill_the_fork_server: 1,
             self.freeze_the_fork_server: 1,
+            self.kill_the_warm_process: 1,
         }
         self._tell(" ".join(self._arguments))
         self.start()
@@ -180,8 +190,14 @@ class Chaos:
                 assert "the fork server is frozen" in self.end(138)
                 self.start()
 
+    def kill_the_warm_process(self) -> None:
+        """A run that has begun does not need it."""
+        if self._fork_server():
+            (warm,) = filter(is_warm, psutil.Process(self.process.pid).children())
+            warm.kill()
+
     def _fork_server(self) -> list[psutil.Process]:
-        """One, or none if the launcher has only begun."""
+        """One, or none if the launcher has only begun, or the warm process was killed."""
         return fork_servers_of(self.process.pid)
 
     def end(self, code: int) -> str:
