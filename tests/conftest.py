@@ -245,8 +245,10 @@ def fork_servers_of(pid: int) -> list[psutil.Process]:
 
 
 def is_warm(process: psutil.Process) -> bool:
-    """Whether it is a warm process, or forked from one."""
-    return "tf2dist.launch.warm_process" in process.cmdline()
+    """Whether it is a warm process, or forked from one, that has not ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, too
+        return "tf2dist.launch.warm_process" in process.cmdline()
+    return False
 
 
 # Parallel processes of pytest inherit the mark of their parent; each looks only for its own processes.
