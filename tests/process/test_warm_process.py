@@ -1,5 +1,6 @@
 """The warm process: how long it stays, what replaces it, and that a run leaves nothing in it."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -37,9 +38,13 @@ def warm_pid(folder: Path, **options: str) -> int:
     return pid
 
 
-def runs(pid: int) -> bool:
-    """Whether a process has not ended; one whose parent has ended may stay a zombie."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def wait_for_end(pid: int) -> None:
+    """Waits until a process has ended; one whose parent has ended may stay a zombie."""
+    deadline = time.monotonic() + TIMEOUT_SECS
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # between two looks
 
 
 def test_it_stays_for_the_next_run(tmp_path: Path) -> None:
@@ -175,10 +180,7 @@ print(warm, child.pid, flush=True)
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=30)
     pid, child = map(int, done.stdout.split())
     try:
-        deadline = time.monotonic() + TIMEOUT_SECS
-        while runs(pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # between two looks
+        wait_for_end(pid)
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -243,10 +245,7 @@ with make(pathlib.Path(sys.argv[1])) as launcher:
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=30)
     task, child = map(int, done.stdout.split())
     try:
-        deadline = time.monotonic() + TIMEOUT_SECS
-        while runs(task):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # between two looks
+        wait_for_end(task)
     finally:
         os.kill(child, signal.SIGKILL)
 

@@ -289,7 +289,7 @@ def serve_requests(control: socket.socket, wakeup: int, parent_pid: int) -> None
     servers: dict[int, socket.socket] = {}  # by process id the socket to its launcher
     is_open = True
     while is_open or servers:
-        ready, _, _ = select.select([wakeup, *[control.fileno()] * is_open], [], [])
+        ready, _, _ = select.select([wakeup, control.fileno()] if is_open else [wakeup], [], [])
         if wakeup in ready:
             os.read(wakeup, 4096)
             report_ends(servers)
@@ -348,7 +348,7 @@ def run_server(sock: socket.socket, log: int, cwd: int, request: int, not_its_ow
     """In the forked child: becomes what a process would be that the launcher has started, and serves."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
+        os.close(signal.set_wakeup_fd(-1))  # the pipe is the warm process's
         os.setsid()
         for descriptor in not_its_own:
             os.close(descriptor)
