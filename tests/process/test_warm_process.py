@@ -112,7 +112,7 @@ def test_a_run_sees_the_environment_and_the_folder_of_its_start(
         folder.mkdir()
         monkeypatch.chdir(folder)
         monkeypatch.setenv("TF_CONFIG", f"{number}")
-        with Launcher(tmp_path, preload=("numpy",)) as launcher:
+        with Launcher(tmp_path, preload=("numpy.random",)) as launcher:
             start(launcher, "worker-0", "where")
             found.append(said(launcher) | {"warm": launcher._warm.pid})
             wait_for(launcher, Exited)
