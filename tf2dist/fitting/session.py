@@ -60,6 +60,7 @@ class FitSession(Generic[T]):
         self._is_pause_requested = False
         self._result: list[T] = []
         self._error: BaseException | None = None
+        self._is_program_ending = False
         # Written before the answer that ends the run, and read when the leader calls for the end.
         self._end = ""
         self.step = 0
@@ -119,6 +120,8 @@ class FitSession(Generic[T]):
             raise
         finally:
             atexit.unregister(at_exit)
+            if self._is_program_ending:
+                threading.Event().wait()  # TensorFlow aborts a process that ends while a thread calls it
         thread.join()
         if self._error:
             raise self._error
@@ -135,6 +138,7 @@ class FitSession(Generic[T]):
             error.add_note(text)
 
     def _stop_at_exit(self, thread: threading.Thread) -> None:
+        self._is_program_ending = True
         self._stop.ask(signal.SIGINT)
         self._wait_for_end(thread)
         if self._error:
