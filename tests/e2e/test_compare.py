@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.conftest import ended, start_module, wait_until
+from tests.conftest import ended, is_warm, start_module, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["data=digits", "model=softmax", "compare_dir=all", "optimizer.learning_rate=0.05"]
@@ -36,7 +37,11 @@ def record(folder: Path) -> dict[str, Any]:
 def test_a_comparison_is_run_and_resumed(tmp_path: Path) -> None:
     """With a single contender: its run ends at the accuracy, with exact counts."""
     options = ["modes=[async]", "delays=[0]", "workers=1", "seeds=1", "until=0.6"]
-    stdout, stderr = ended(start(tmp_path, *options), 0)
+    process = start(tmp_path, *options)
+    wait_until(lambda: any((tmp_path / "all" / "runs").glob("*/metrics.jsonl")), process)
+    found = {each.pid: each.ppid() for each in psutil.Process(process.pid).children(recursive=True) if is_warm(each)}
+    assert set(found.values()) - set(found) == {process.pid}, "the run was lent the warm process of the comparison"
+    stdout, stderr = ended(process, 0)
     assert "run 1 of 1: async, equal workers, seed 0" in stderr
     assert re.search(r"\nrun 1 of 1: done in 0:[0-9]{2} with a validation accuracy of 0\.[0-9]{4}\n", stderr)
     headline, page = stdout.splitlines()

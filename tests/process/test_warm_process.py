@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from tests.process.test_launcher import TIMEOUT_SECS, make, said, start, wait_fo
 from tf2dist.errors import TaskLostError
 from tf2dist.launch import warm_process
 from tf2dist.launch.launcher import Launcher
+from tf2dist.linux import code_command
 from tf2dist.messages import Exited, Ready
 
 
@@ -269,3 +271,65 @@ def test_a_file_that_has_changed_is_imported_anew(tmp_path: Path) -> None:
             wait_for(launcher, Exited)
     (first, pid), (second, other) = found
     assert (first, second, pid) == (1, 22, other)
+
+
+WARM_PID = """
+from pathlib import Path
+from tests.process.test_warm_process import warm_pid
+print(warm_pid(Path(sys.argv[1])))
+"""
+
+
+def warm_pid_of_child(folder: Path, descriptors: list[int], **variables: str) -> int:
+    """The process id of the warm process that serves a run of a child process, which has this module's path."""
+    command = code_command(WARM_PID, str(folder))
+    found = subprocess.run(
+        command, env={**os.environ, **variables}, pass_fds=descriptors, capture_output=True, text=True, check=True
+    )
+    return int(found.stdout)
+
+
+def test_a_child_process_that_was_lent_it_has_none_of_its_own(tmp_path: Path) -> None:
+    assert warm_process.lend() == ({}, []), "there is none"
+    pid = warm_pid(tmp_path)
+    variables, descriptors = warm_process.lend()
+    before = held(psutil.Process(pid))
+    assert warm_pid_of_child(tmp_path, descriptors, **variables) == pid
+    assert warm_pid(tmp_path) == pid
+    assert held(psutil.Process(pid)) == before
+    changed = warm_pid_of_child(tmp_path, descriptors, **variables, KERAS_BACKEND="tensorflow")
+    assert changed != pid, "it may import something else"
+
+
+@pytest.mark.parametrize("how", ["the descriptor is closed", "it is of another file", "the warm process has ended"])
+def test_a_child_process_that_cannot_ask_a_lent_one_starts_another(tmp_path: Path, how: str) -> None:
+    pid = warm_pid(tmp_path)
+    variables, descriptors = warm_process.lend()
+    with contextlib.ExitStack() as stack:
+        match how:
+            case "the descriptor is closed":
+                descriptors = []
+            case "it is of another file":
+                other, descriptors[0] = descriptors[0], os.dup(2)
+                stack.callback(os.close, descriptors[0])
+                words = variables[warm_process.LENT].split()
+                assert words[0] == f"{other}"
+                variables[warm_process.LENT] = " ".join([f"{descriptors[0]}", *words[1:]])
+            case _:
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert warm_pid_of_child(tmp_path, descriptors, **variables) != pid
+
+
+def test_a_run_goes_on_when_a_lent_one_is_killed(tmp_path: Path) -> None:
+    warm_pid(tmp_path)
+    (value,) = warm_process.lend()[0].values()
+    control = socket.socket(fileno=os.dup(int(value.split()[0])))
+    with control, make(tmp_path) as launcher:
+        launcher._warm = warm_process.LentProcess(control, launcher._warm.pid)
+        wait_for(launcher, Ready)
+        assert not launcher._warm.has_ended()
+        os.kill(launcher._warm.pid, signal.SIGKILL)
+        start(launcher, "worker-0", "succeed")
+        assert wait_for(launcher, Exited).code == 0
+        assert launcher._warm.has_ended()

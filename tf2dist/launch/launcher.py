@@ -18,6 +18,7 @@ import platform
 import select
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -210,7 +211,7 @@ class Launcher:
 
     def _server_runs(self) -> bool:
         """Whether the fork server has not ended, as far as it is known without its message."""
-        return _exists(self._server_pid) if self.ready else self._warm.exit_code() is None
+        return _exists(self._server_pid) if self.ready else not self._warm.has_ended()
 
     def _give_up(self, code: int | None = None) -> NoReturn:
         """Kills everything, since the fork server has ended, with this exit code if it is known already."""
@@ -344,3 +345,16 @@ def completed(devices: DevicesConfig, kernel_sizes: Iterable[int]) -> DevicesCon
     if is_open and max(kernel_sizes, default=0) >= LARGE_KERNEL:
         return replace(devices, onednn=True)
     return devices
+
+
+def warm_up(config: RunConfig, check: Callable[[], None]) -> None:
+    """Waits until the warm process is ready for runs with these options; then `warm_process.lend` has one to lend.
+
+    Args:
+        check: as in `Launcher.wait_ready`.
+
+    Raises:
+        TfDistError: it cannot be started.
+    """
+    with tempfile.TemporaryDirectory() as folder, Launcher(Path(folder), env=environment_of(config)) as launcher:
+        launcher.wait_ready(check)

@@ -46,6 +46,7 @@ from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.host_run import HostRun, Session
 from tf2dist.launch.host_tasks import run_host
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
+from tf2dist.launch.warm_process import lend
 from tf2dist.linux import child_environment, code_command
 from tf2dist.signals import Signals, StopRequest
 
@@ -319,7 +320,15 @@ def run_job(
         while_it_runs: called ten times a second.
     """
     command = code_command(RUN_JOB, str(os.getpid()), *arguments)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=child_environment())
+    lent, descriptors = lend()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=child_environment() | lent,
+        pass_fds=descriptors,
+    )
     while not stop.signum:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(JOB_POLL_SECS)

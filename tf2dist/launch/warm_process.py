@@ -5,6 +5,9 @@ stays until the process that started it ends, for whatever reason, or calls `end
 starts no thread and loads no code of the user, so that every run begins as the first one did. It is replaced if what it
 was started with has changed: see `state_of_start`.
 
+Another process that it starts may be lent its warm process (see `lend`), as make lends its job server: so the runs of a
+comparison, each of which is a command, have TensorFlow imported once.
+
 A launcher asks for a fork server by a packet with four descriptors: the socket of the fork server, its log, its working
 directory, and a file that holds a `Serve`. The fork server answers through that socket itself. The warm process keeps a
 copy of it, through which it tells the launcher the exit code in the end.
@@ -14,6 +17,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -21,6 +25,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -41,8 +46,9 @@ from tf2dist.signals import reset_inherited
 NUM_DESCRIPTORS = 4
 END_SECS = 10.0  # a process that is asked to end does so at once, unless the kernel waits for a device
 PACKAGES = ("tensorflow", "keras", "numpy", "tf2dist")
+LENT = "TF2DIST_WARM_PROCESS"  # what the parent of this process lends it: see `lend`
 # What nothing reads while it is imported; pytest sets its own for each test.
-NOT_READ = ("TF_CONFIG", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_")
+NOT_READ = (LENT, "TF_CONFIG", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_")
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -119,16 +125,16 @@ class WarmProcess:
 
     def ask(self, serve: Serve, server_sock: socket.socket, log: int) -> None:
         """Asks for a fork server, which may come only once the import is done. Raises OSError if it has ended."""
-        self._process.send_signal(signal.SIGCONT)  # one that is stopped would never serve anybody
-        cwd = os.open(".", os.O_PATH)  # has no name if it was removed
-        request = os.memfd_create("fork server")
-        try:
-            os.write(request, json.dumps(asdict(serve)).encode())
-            socket.send_fds(self._control, [b"serve"], [server_sock.fileno(), log, cwd, request])
-        finally:
-            os.close(request)
-            os.close(cwd)
+        _ask(self._control, self.pid, serve, server_sock, log)
         self.num_waiting += 1
+
+    def has_ended(self) -> bool:
+        return self.exit_code() is not None
+
+    def as_lent(self) -> tuple[str, int]:
+        """The value of `LENT` for a process that may ask it, too, and the descriptor which that must inherit."""
+        number = self._control.fileno()
+        return f"{number} {os.fstat(number).st_ino} {self.pid} {_digest(self.state)}", number
 
     def exit_code(self, timeout_secs: float = 0.0) -> int | None:
         """Its exit code; None while it runs."""
@@ -160,6 +166,62 @@ class WarmProcess:
         self._process.returncode = 0  # so that it is not waited for
 
 
+class LentProcess:
+    """A warm process of another process, which has lent it.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(self, control: socket.socket, pid: int) -> None:
+        self._control, self.pid = control, pid
+
+    def ask(self, serve: Serve, server_sock: socket.socket, log: int) -> None:
+        """Asks for a fork server. Raises OSError if it has ended."""
+        _ask(self._control, self.pid, serve, server_sock, log)
+
+    def has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self._control, 0)  # says in any case whether the other end is closed
+        return bool(poll.poll(0))
+
+    def exit_code(self, timeout_secs: float = 0.0) -> None:
+        """No exit code, which only its parent gets."""
+
+    def served(self, is_ready: bool) -> None:
+        """It stays whether or not somebody waits."""
+
+
+def _ask(control: socket.socket, pid: int, serve: Serve, server_sock: socket.socket, log: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGCONT)  # one that is stopped would never serve anybody
+    cwd = os.open(".", os.O_PATH)  # has no name if it was removed
+    request = os.memfd_create("fork server")
+    try:
+        os.write(request, json.dumps(asdict(serve)).encode())
+        socket.send_fds(control, [b"serve"], [server_sock.fileno(), log, cwd, request])
+    finally:
+        os.close(request)
+        os.close(cwd)
+
+
+def _digest(state: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _lent_process(state: list[Any]) -> LentProcess | None:
+    """The warm process that this process was lent, if it has begun in an equal state."""
+    words = os.environ.get(LENT, "").split()
+    if len(words) != 4 or words[3] != _digest(state):
+        return None
+    number, inode, pid = map(int, words[:3])
+    with contextlib.suppress(OSError):
+        found = os.fstat(number)  # a process in between may have closed it, and the number may be another file's
+        if stat.S_ISSOCK(found.st_mode) and found.st_ino == inode:
+            return LentProcess(socket.socket(fileno=os.dup(number)), pid)
+    return None
+
+
 _lock = threading.Lock()
 _warm: WarmProcess | None = None
 _replaced: list[WarmProcess] = []  # that have not ended, as far as it is known
@@ -167,8 +229,8 @@ _replaced: list[WarmProcess] = []  # that have not ended, as far as it is known
 
 def ask_for_server(
     server_sock: socket.socket, log: int, *, isolate: bool, preload: tuple[str, ...], environ: dict[str, str]
-) -> WarmProcess:
-    """Asks the warm process of this process for a fork server, after it is started or replaced if need be.
+) -> WarmProcess | LentProcess:
+    """Asks a warm process for a fork server: that of this process, one that it was lent, or else a new one.
 
     Args:
         server_sock: the fork server's end of its socket.
@@ -181,11 +243,15 @@ def ask_for_server(
     state = state_of_start(preload, environ)
     serve = Serve(isolate, environ)
     with _lock:
-        _replaced[:] = [each for each in _replaced if each.exit_code() is None]
-        if _warm and _warm.state == state and _warm.exit_code() is None:
+        _replaced[:] = [each for each in _replaced if not each.has_ended()]
+        if _warm and _warm.state == state and not _warm.has_ended():
             with contextlib.suppress(OSError):  # it ends in this moment
                 _warm.ask(serve, server_sock, log)
                 return _warm
+        if lent := _lent_process(state):
+            with contextlib.suppress(OSError):
+                lent.ask(serve, server_sock, log)
+                return lent
         if _warm:
             _warm.close()
             _replaced.append(_warm)
@@ -193,6 +259,18 @@ def ask_for_server(
         _warm = WarmProcess(state, preload, environ, log)
         _warm.ask(serve, server_sock, log)
         return _warm
+
+
+def lend() -> tuple[dict[str, str], list[int]]:
+    """The environment variables and the descriptors by which a child process may ask this process's warm process.
+
+    There are none if this process has no warm process, or one that still imports.
+    """
+    with _lock:
+        if not (_warm and _warm.is_warm):
+            return {}, []
+        value, number = _warm.as_lent()
+        return {LENT: value}, [number]
 
 
 def end_warm_process() -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 from tf2dist import files
 from tf2dist.config.compose import in_quotes
-from tf2dist.errors import ConfigError, first_line
+from tf2dist.errors import ConfigError, Interrupted, TfDistError, first_line
 from tf2dist.launch.console import Console, clock_text
+from tf2dist.launch.launcher import warm_up
 from tf2dist.launch.run_dir import finished_summary
 from tf2dist.launch.single_run import run_job
 from tf2dist.signals import StopRequest
@@ -113,9 +114,17 @@ def _run(
     if stop.signum:
         return RunOutcome(run, "stopped", None)
     progress.begin(run, run_dir)
+
+    def check() -> None:
+        progress.poll()
+        if stop.signum:
+            raise Interrupted(stop.signum)
+
     code = ConfigError.exit_code
     with files.warning(progress.console.warn, f"{run_dir} cannot be written", "make room, or name another directory"):
         _remove(run_dir)  # left of a comparison that was killed
+        with contextlib.suppress(TfDistError):  # a signal, or an error that the run has, too
+            warm_up(run.contender.config, check)
         with os.fdopen(files.open_log(folder / LOGS / f"{run.folder}.log"), "ab") as log:
             code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(run_dir))}"], stop, log, progress.poll)
     if stop.signum and code:
