@@ -21,7 +21,10 @@ import pytest_timeout
 
 from tf2dist import linux
 from tf2dist.config.schema import CONTROL_PORT_SHIFT as SHIFT
-from tf2dist.linux import import_lazily
+from tf2dist.config.schema import RunConfig
+from tf2dist.launch.launcher import warm_up
+from tf2dist.launch.warm_process import NOT_READ, lend
+from tf2dist.linux import CALL_MAIN, code_command, import_lazily
 
 pytest_plugins = ["tf2dist.testing"]
 
@@ -151,18 +154,32 @@ class Finished:
 
 @dataclass
 class Command:
-    """Starts ``python -m tf2dist`` in a folder that belongs to the test."""
+    """Starts tf2dist in a folder that belongs to the test, as a command.
+
+    Attributes:
+        folder: its working directory.
+        env: its further environment variables.
+        is_cold: whether it is ``python -m tf2dist`` and nothing else. Otherwise it is lent the warm process of these
+            tests, as the runs of a comparison are, which saves an import of TensorFlow; but for a command with
+            variables that an import may read.
+    """
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
+    is_cold: bool = False
 
     def start(self, *arguments: str, run_dir: str = "run", env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         # A picture takes a second of processor time, and few tests look at it.
         picture = [] if any(argument.startswith(("-", "figure=")) for argument in arguments) else ["figure=false"]
+        words = [f"run_dir={self.folder / run_dir}", *picture, *arguments]
+        variables = {**self.env, **(env or {})}
+        is_cold = self.is_cold or not set(variables) <= set(NOT_READ)
+        lent, descriptors = ({}, []) if is_cold else warm_process_to_lend()
         return subprocess.Popen(
-            [*COMMAND, f"run_dir={self.folder / run_dir}", *picture, *arguments],
+            [*COMMAND, *words] if is_cold else code_command(CALL_MAIN, "tf2dist.__main__", *words),
             cwd=self.folder,
-            env={**os.environ, **self.env, **(env or {})},
+            env={**os.environ, **variables, **lent},
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -189,9 +206,21 @@ class Command:
         return self.finish(self.start(*arguments, run_dir=run_dir, env=env), run_dir, timeout_secs)
 
 
+def warm_process_to_lend() -> tuple[dict[str, str], list[int]]:
+    """The variables and the descriptors for a command; its path of modules must be that of these tests."""
+    warm_up(RunConfig(), lambda: None)
+    return lend()
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Command:
-    return Command(tmp_path)
+def command(request: pytest.FixtureRequest, tmp_path: Path) -> Command:
+    """A command; that of a slow test is cold."""
+    return Command(tmp_path, is_cold=request.node.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture
+def cold_command(tmp_path: Path) -> Command:
+    return Command(tmp_path, is_cold=True)
 
 
 @pytest.fixture

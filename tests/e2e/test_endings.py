@@ -150,12 +150,12 @@ def test_a_signal_to_a_whole_service_saves_too(command: Command, mode: str) -> N
     assert "stopped by SIGTERM; saved at step " in finished.stderr, finished
 
 
-def test_a_signal_during_the_import_of_tensorflow(command: Command) -> None:
-    process = command.start("data=digits")
+def test_a_signal_during_the_import_of_tensorflow(cold_command: Command) -> None:
+    process = cold_command.start("data=digits")
     assert process.stderr
     assert process.stderr.readline() == "starting TensorFlow\n"
     process.send_signal(signal.SIGINT)
-    assert command.finish(process, timeout_secs=10).code == 130
+    assert cold_command.finish(process, timeout_secs=10).code == 130
 
 
 @pytest.mark.slow
@@ -170,12 +170,12 @@ def test_a_reader_that_leaves_does_not_stop_the_training(command: Command) -> No
     process.stdout.close()
 
 
-def test_a_killed_launcher_leaves_no_task(command: Command, no_leftovers: Callable[[], None]) -> None:
-    process = command.start(*LONG)
-    wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+def test_a_killed_launcher_leaves_no_task(cold_command: Command, no_leftovers: Callable[[], None]) -> None:
+    process = cold_command.start(*LONG)
+    wait_for_line(process, cold_command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
     assert len(our_processes()) >= 6
     process.kill()
-    command.finish(process)
+    cold_command.finish(process)
     no_leftovers()
 
 

@@ -29,13 +29,13 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_a_plain_run_is_quiet_and_looks_up_no_name(command: Command, mode: str) -> None:
-    (command.folder / "sitecustomize.py").write_text(NOTE_NAMES)
-    names = command.folder / "names"
+def test_a_plain_run_is_quiet_and_looks_up_no_name(cold_command: Command, mode: str) -> None:
+    (cold_command.folder / "sitecustomize.py").write_text(NOTE_NAMES)
+    names = cold_command.folder / "names"
     names.touch()
-    path = os.pathsep.join([str(command.folder), str(REPOSITORY)])
+    path = os.pathsep.join([str(cold_command.folder), str(REPOSITORY)])
     env = {"NAMES": str(names), "PYTHONPATH": path, "NO_GCE_CHECK": ""}
-    finished = command(f"mode={mode}", "cluster=local2", "data=digits", "train.steps=200", env=env)
+    finished = cold_command(f"mode={mode}", "cluster=local2", "data=digits", "train.steps=200", env=env)
     assert finished.code == 0, finished
     lines = finished.stderr.splitlines()
     assert lines[0] == "starting TensorFlow"

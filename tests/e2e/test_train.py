@@ -50,9 +50,9 @@ def summary_of(finished: Finished) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_the_main_command(command: Command, real_data: str, mode: str) -> None:
+def test_the_main_command(cold_command: Command, real_data: str, mode: str) -> None:
     """The two commands of the README, on real data, with everything that they leave behind."""
-    finished = command(
+    finished = cold_command(
         f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400", "figure=true"
     )
     summary = summary_of(finished)
