@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 MAX_SLOWNESS = 5.0
+NUM_SLOWEST = 10
 # The processes that ran before a test; once its fixtures are made, theirs are among them.
 PIDS = pytest.StashKey[set[int]]()
 
@@ -119,6 +121,18 @@ def end_processes(others: set[int]) -> list[str]:
 def pytest_unconfigure() -> None:
     """Silences TensorFlow at exit: below the summary it would print pages about servers that are gone."""
     atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)  # pytest has restored the file descriptor by then
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tells which files took longest, so that nobody finds out only when all take too long."""
+    secs: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            secs[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+    if len(secs) > NUM_SLOWEST:
+        terminalreporter.section(f"slowest {NUM_SLOWEST} of {len(secs)} files")
+        for path, total in secs.most_common(NUM_SLOWEST):
+            terminalreporter.line(f"{total:6.1f} s  {path}")
 
 
 def ports_of_tasks(count: int) -> list[int]:
