@@ -12,10 +12,10 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
-# Side by side, the fast ones first, and lint among them. The tests of a file stay in one process, sharing slow setup; in the first of the two
-# commands that process ends with the file and gives back the memory of its clusters. Most tests wait for much of their
-# time, so three processes suit two cores as well; but those of whole commands have deadlines that a busy machine would
-# miss. With ARGS="-k NAME" one of the two may have no test, which is code 5.
+# Side by side, the fast ones first, and lint among them. The tests of a file stay in one process, sharing slow setup; in
+# the first of the two commands that process ends with the file and gives back the memory of its clusters. Most tests
+# wait for much of their time, so three processes suit two cores as well; but those of whole commands have deadlines that
+# a busy machine would miss. With ARGS="-k NAME" one of the two may have no test, which is code 5.
 # If one of the processes is lost, that ends the tests: pytest-xdist may wait for its successor for ever.
 SIDE_BY_SIDE := --dist loadfile --max-worker-restart 0
 
