@@ -2,7 +2,8 @@
 
 TensorFlow stops no server before its process ends: each task of a cluster in the process of a test keeps some 40 MB and
 90 threads. So a process of pytest-xdist, which has imported all tests, forks one for each file: nothing is imported
-twice, and what was imported is in memory once. As in the launcher's fork server, no op may have run before.
+twice, and what was imported is in memory once. As in the launcher's fork server, no op may have run before. One warm
+process is lent to all.
 """
 
 import faulthandler
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 import pytest
 from _pytest.runner import runtestprotocol
 
+from tests.conftest import warm_process_to_lend
 from tf2dist import linux
 
 # Or, where tests connect one coordinator after another, TensorFlow logs an error for each function of an earlier one.
@@ -35,6 +37,8 @@ class ProcessPerFile:
         self._is_of_a_file = False
         self._pid = 0  # of the process of the present file
         self._connection: Connection | None = None  # between the two; None if there is no such process now
+        self._lent: dict[str, str] = {}
+        self._descriptor = self._copy = 0  # of the warm process; 0 until there is one
 
     def pytest_collection_finish(self) -> None:
         eager = sys.modules.get("tensorflow.python.eager.context")
@@ -77,11 +81,16 @@ class ProcessPerFile:
         gc.freeze()  # or the first collection in the new process would copy every page with an object of Python
         self._connection, connection = Pipe()
         parent = os.getpid()
-        self._pid = os.fork()
+        if not self._copy:
+            self._lent, (self._descriptor,) = warm_process_to_lend()
+            self._copy = os.dup(self._descriptor)
+        self._pid = os.fork()  # closes the descriptor in the new process, which has no warm process of its own
         if not self._pid:
             self._connection.close()
             self._is_of_a_file, self._connection = True, connection
             linux.die_with_parent(parent)
+            os.dup2(self._copy, self._descriptor)
+            os.environ.update(self._lent)
             self._serve(items, connection)
         connection.close()
         return self._connection

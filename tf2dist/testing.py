@@ -226,8 +226,8 @@ def call_on_worker(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 @pytest.fixture(scope="session")
 def sync_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorkers]:
     """`SyncWorkers`, to be called as in ``sync_workers(function, num_workers=2, args=(1,))``."""
-    from tf2dist.launch.launcher import ENVIRONMENT
+    from tf2dist.launch.launcher import environment_of
 
     folder = tmp_path_factory.mktemp("sync_workers")
-    with Launcher(folder, isolate=True, env=ENVIRONMENT) as launcher:
+    with Launcher(folder, isolate=True, env=environment_of(RunConfig())) as launcher:
         yield SyncWorkers(launcher, folder)
