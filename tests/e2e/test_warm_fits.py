@@ -92,3 +92,44 @@ def test_a_second_call_begins_sooner_and_gives_the_same(tmp_path: Path, mode: st
     assert found["1"] == found["2"]
     assert len(found["1"]) == 1
     assert not found["1"] & found["left"], "the first call did change its processes"
+
+
+TEN_CALLS = """
+import gc, json, os, pathlib, sys
+import keras, numpy as np, psutil
+import tf2dist
+
+x = np.random.default_rng(0).normal(size=(240, 3)).astype("float32")
+
+def build():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+def held():
+    gc.collect()
+    own = psutil.Process()
+    (warm,) = own.children()
+    files = [sorted(os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.exists())]
+    return [own.memory_info().rss, *([p.num_fds(), p.num_threads(), len(p.children(True))] for p in (own, warm)), files]
+
+for number in range(11):
+    tf2dist.fit(build, x, x.sum(1), batch_size=20, verbose=0, mode=sys.argv[1], cluster=tf2dist.Local(workers=2))
+    if number == 0:
+        first = held()
+print(json.dumps([first, held()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_ten_more_calls_leave_nothing_behind(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "script.py").write_text(TEN_CALLS)
+    before = set(Path("/dev/shm").iterdir()) | set(Path("/tmp").iterdir())
+    command = [sys.executable, "script.py", mode]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200 * slowness())
+    assert done.returncode == 0, done.stderr
+    (first_bytes, *first), (last_bytes, *last) = json.loads(done.stdout.splitlines()[-1])
+    assert first == last
+    assert last_bytes - first_bytes < 20e6
+    assert set(Path("/dev/shm").iterdir()) | set(Path("/tmp").iterdir()) <= before

@@ -1,11 +1,13 @@
 """training.png: every kind of run can be drawn, at its end or while it goes on, and no run fails because of it."""
 
+import gc
 import json
 import math
 import os
 import struct
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +23,8 @@ from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.launch.console import Console
 from tf2dist.palette import SPLIT_STYLES
-from tf2dist.tools.end_of_run import draw_training
-from tf2dist.tools.plotting import SeriesByName, draw_run, metrics_of, rows_of, series_of, training_figure
+from tf2dist.tools.end_of_run import draw_training, new_cycles_collected
+from tf2dist.tools.plotting import SeriesByName, as_png, draw_run, metrics_of, rows_of, series_of, training_figure
 
 
 def row(step: int, secs: float, /, task: str = "chief-0", **values: Any) -> dict[str, Any]:
@@ -398,3 +400,21 @@ def test_the_command_refuses_a_run_without_numbers(tmp_path: Path) -> None:
     completed = python("-m", "tf2dist.plot", tmp_path)
     words = f"tf2dist: error: RUN_DIR ({tmp_path}): metrics.jsonl has no numbers; wait for the first steps\n"
     assert (completed.returncode, completed.stdout, completed.stderr) == (2, "", words)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_figure_is_freed_once_it_is_saved(is_enabled: bool) -> None:
+    """It has references to itself; a program that has turned the collector off collects by itself."""
+    gc.collect()
+    if not is_enabled:
+        gc.disable()
+    try:
+        with new_cycles_collected():
+            figure = Figure()
+            figure.add_subplot().plot([1, 2])
+            as_png(figure)
+            found = weakref.ref(figure)
+            del figure
+        assert (found() is None) == is_enabled == gc.isenabled()
+    finally:
+        gc.enable()
