@@ -299,6 +299,24 @@ MARK = os.environ.get("TF2DIST_TEST_MARK", f"{os.getpid()}").partition(" ")[0]
 os.environ["TF2DIST_TEST_MARK"] = " ".join([MARK, os.environ.get("PYTEST_XDIST_WORKER", "")]).strip()
 
 
+# Variables that pytest, TensorFlow's coordinator and Ray set by themselves.
+SET_BY_OTHERS = (
+    "PYTEST_CURRENT_TEST",
+    "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE",
+    "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY",
+    "RAY_CLIENT_MODE",
+)
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Fails the test if it leaves an environment variable changed: the next one would be another test."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in before.items() ^ os.environ.items()}
+    assert changed <= set(SET_BY_OTHERS)
+
+
 @pytest.fixture
 def no_leftovers() -> Iterator[Callable[[], None]]:
     """Fails the test if a process of ours still runs 5 seconds after it, and kills such processes for the next test."""
