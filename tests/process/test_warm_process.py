@@ -280,9 +280,9 @@ print(warm_pid(Path(sys.argv[1])))
 """
 
 
-def warm_pid_of_child(folder: Path, descriptors: list[int], **variables: str) -> int:
+def warm_pid_of_child(folder: Path, descriptors: list[int], code: str = WARM_PID, **variables: str) -> int:
     """The process id of the warm process that serves a run of a child process, which has this module's path."""
-    command = code_command(WARM_PID, str(folder))
+    command = code_command(code, str(folder))
     found = subprocess.run(
         command, env={**os.environ, **variables}, pass_fds=descriptors, capture_output=True, text=True, check=True
     )
@@ -321,15 +321,46 @@ def test_a_child_process_that_cannot_ask_a_lent_one_starts_another(tmp_path: Pat
         assert warm_pid_of_child(tmp_path, descriptors, **variables) != pid
 
 
+def lent_process() -> warm_process.LentProcess:
+    (value,) = warm_process.lend()[0].values()
+    return warm_process.LentProcess(value)
+
+
 def test_a_run_goes_on_when_a_lent_one_is_killed(tmp_path: Path) -> None:
     warm_pid(tmp_path)
-    (value,) = warm_process.lend()[0].values()
-    control = socket.socket(fileno=os.dup(int(value.split()[0])))
-    with control, make(tmp_path) as launcher:
-        launcher._warm = warm_process.LentProcess(control, launcher._warm.pid)
+    lent = lent_process()
+    with make(tmp_path) as launcher:
+        launcher._warm = lent
         wait_for(launcher, Ready)
-        assert not launcher._warm.has_ended()
-        os.kill(launcher._warm.pid, signal.SIGKILL)
+        assert not lent.has_ended()
+        os.kill(lent.pid, signal.SIGKILL)
         start(launcher, "worker-0", "succeed")
         assert wait_for(launcher, Exited).code == 0
-        assert launcher._warm.has_ended()
+        assert lent.has_ended()
+
+
+def test_what_was_asked_before_a_lent_one_is_replaced_is_served(tmp_path: Path) -> None:
+    pid = warm_pid(tmp_path)
+    lent = lent_process()
+    with make(tmp_path) as launcher:
+        os.kill(pid, signal.SIGSTOP)  # as if the machine were busy
+        launcher._warm = lent
+        threading.Timer(2.0, os.kill, [pid, signal.SIGCONT]).start()
+        warm_process.end_warm_process()
+        assert wait_for(launcher, Ready)
+    with pytest.raises(OSError, match="has ended"):
+        lent.ask(warm_process.Serve(False, {}), socket.socket(), 2)
+
+
+WARM_PID_OF_GRANDCHILD = """
+from pathlib import Path
+from tests.process.test_warm_process import warm_pid_of_child, warm_process
+variables, descriptors = warm_process.lend()
+print(warm_pid_of_child(Path(sys.argv[1]), descriptors, **variables))
+"""
+
+
+def test_a_child_process_lends_on_what_it_was_lent(tmp_path: Path) -> None:
+    pid = warm_pid(tmp_path)
+    variables, descriptors = warm_process.lend()
+    assert warm_pid_of_child(tmp_path, descriptors, WARM_PID_OF_GRANDCHILD, **variables) == pid

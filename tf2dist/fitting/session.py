@@ -25,6 +25,7 @@ T = TypeVar("T")
 # Waits in the caller's thread have this limit: a signal is handled between two of Python's instructions, and one that
 # the kernel gives to another thread does not end the wait of this one.
 POLL_SECS = 0.5
+ENDING_SECS = 30.0  # longer than a program takes to end once its own handlers of its exit are done
 
 
 def _signal_of(error: BaseException) -> signal.Signals:
@@ -121,7 +122,8 @@ class FitSession(Generic[T]):
         finally:
             atexit.unregister(at_exit)
             if self._is_program_ending:
-                threading.Event().wait()  # TensorFlow aborts a process that ends while a thread calls it
+                # TensorFlow aborts a process that ends while a thread calls it. A handler may wait for this thread.
+                threading.Event().wait(ENDING_SECS)
         thread.join()
         if self._error:
             raise self._error

@@ -302,7 +302,8 @@ def train(
 
 JOB_POLL_SECS = 0.1
 JOB_STOP_SECS = 2.0  # for a job to end what it has started
-# The command of a job. If its parent is killed, the kernel sends the job SIGTERM, so that it saves and ends in order.
+# The command of a job. If its parent is killed, the kernel sends the job SIGTERM, and the warm process that it was lent
+# ends its fork server.
 RUN_JOB = (
     "from tf2dist import linux; linux.end_with_parent(int(sys.argv.pop(1)))\nfrom tf2dist.__main__ import main; main()"
 )
@@ -319,6 +320,8 @@ def run_job(
         output: a file for what it prints.
         while_it_runs: called ten times a second.
     """
+    if stop.signum:
+        return 128 + stop.signum
     command = code_command(RUN_JOB, str(os.getpid()), *arguments)
     lent, descriptors = lend()
     process = subprocess.Popen(

@@ -15,6 +15,7 @@ copy of it, through which it tells the launcher the exit code in the end.
 
 import atexit
 import contextlib
+import errno
 import functools
 import gc
 import hashlib
@@ -70,6 +71,8 @@ def state_of_start(preload: tuple[str, ...], environ: Mapping[str, str]) -> list
     read = {name: value for name, value in environ.items() if name not in NOT_READ}
     own: list[Any] = [os.getresuid(), os.getresgid(), os.getgroups(), sorted(os.sched_getaffinity(0)), _umask()]
     own.append(os.getpriority(os.PRIO_PROCESS, 0))
+    with contextlib.suppress(OSError):
+        own += [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid", "user")]
     with contextlib.suppress(OSError):
         own.append(os.stat(load.path()).st_mtime_ns)  # keras.json
     return [preload, read, module_command(""), *own, *map(resource.getrlimit, LIMITS), *map(_version, PACKAGES)]
@@ -171,19 +174,40 @@ class LentProcess:
 
     Attributes:
         pid: its process id.
+
+    Args:
+        value: of the variable `LENT`.
+
+    Raises:
+        OSError: it cannot be asked any more.
     """
 
-    def __init__(self, control: socket.socket, pid: int) -> None:
-        self._control, self.pid = control, pid
+    def __init__(self, value: str) -> None:
+        self.number, inode, self.pid = map(int, value.split()[:3])
+        found = os.fstat(self.number)  # a process in between may have closed it, and the number may be another file's
+        if not stat.S_ISSOCK(found.st_mode) or found.st_ino != inode:
+            raise OSError(errno.EBADF, "not what was lent")
+        self._control = socket.socket(fileno=os.dup(self.number))
+        os.set_inheritable(self.number, False)  # `lend` passes it on
+        self._is_closed = select.poll()
+        self._is_closed.register(self._control, 0)  # tells in any case whether the other end is closed
+        self._has_ended = select.poll()
+        self._has_ended.register(self._pidfd(), select.POLLIN)
+
+    def _pidfd(self) -> int:
+        if self._is_closed.poll(0):
+            raise OSError(errno.EPIPE, "the warm process has ended")  # another process may have its number
+        return os.pidfd_open(self.pid)
 
     def ask(self, serve: Serve, server_sock: socket.socket, log: int) -> None:
-        """Asks for a fork server. Raises OSError if it has ended."""
+        """Asks for a fork server. Raises OSError if it has ended, or its owner lends it no longer."""
+        if self._is_closed.poll(0):
+            raise OSError(errno.EPIPE, "the warm process has ended")
         _ask(self._control, self.pid, serve, server_sock, log)
 
     def has_ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self._control, 0)  # says in any case whether the other end is closed
-        return bool(poll.poll(0))
+        # Not whether the socket is closed: what was asked before its owner closed it is still served.
+        return bool(self._has_ended.poll(0))
 
     def exit_code(self, timeout_secs: float = 0.0) -> None:
         """No exit code, which only its parent gets."""
@@ -209,17 +233,8 @@ def _digest(state: list[Any]) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
-def _lent_process(state: list[Any]) -> LentProcess | None:
-    """The warm process that this process was lent, if it has begun in an equal state."""
-    words = os.environ.get(LENT, "").split()
-    if len(words) != 4 or words[3] != _digest(state):
-        return None
-    number, inode, pid = map(int, words[:3])
-    with contextlib.suppress(OSError):
-        found = os.fstat(number)  # a process in between may have closed it, and the number may be another file's
-        if stat.S_ISSOCK(found.st_mode) and found.st_ino == inode:
-            return LentProcess(socket.socket(fileno=os.dup(number)), pid)
-    return None
+# It is kept: each run asks the same one.
+_lent_process = functools.lru_cache(maxsize=1)(LentProcess)
 
 
 _lock = threading.Lock()
@@ -248,8 +263,10 @@ def ask_for_server(
             with contextlib.suppress(OSError):  # it ends in this moment
                 _warm.ask(serve, server_sock, log)
                 return _warm
-        if lent := _lent_process(state):
+        value = os.environ.get(LENT, "")
+        if value.endswith(_digest(state)):
             with contextlib.suppress(OSError):
+                lent = _lent_process(value)
                 lent.ask(serve, server_sock, log)
                 return lent
         if _warm:
@@ -262,15 +279,19 @@ def ask_for_server(
 
 
 def lend() -> tuple[dict[str, str], list[int]]:
-    """The environment variables and the descriptors by which a child process may ask this process's warm process.
+    """The environment variables and the descriptors by which a child process may ask for fork servers, too.
 
-    There are none if this process has no warm process, or one that still imports.
+    They are for this process's warm process or, without one, for that which this process was lent. There are none
+    without either, or while it still imports.
     """
     with _lock:
-        if not (_warm and _warm.is_warm):
-            return {}, []
-        value, number = _warm.as_lent()
-        return {LENT: value}, [number]
+        if _warm and _warm.is_warm:
+            value, number = _warm.as_lent()
+            return {LENT: value}, [number]
+        with contextlib.suppress(OSError, ValueError):
+            value = os.environ.get(LENT, "")
+            return {LENT: value}, [_lent_process(value).number]
+        return {}, []
 
 
 def end_warm_process() -> None:

@@ -123,7 +123,7 @@ def _run(
     code = ConfigError.exit_code
     with files.warning(progress.console.warn, f"{run_dir} cannot be written", "make room, or name another directory"):
         _remove(run_dir)  # left of a comparison that was killed
-        with contextlib.suppress(TfDistError):  # a signal, or an error that the run has, too
+        with contextlib.suppress(TfDistError, OSError):  # a signal, or an error that the run has, too
             warm_up(run.contender.config, check)
         with os.fdopen(files.open_log(folder / LOGS / f"{run.folder}.log"), "ab") as log:
             code = run_job([*flags, *run.overrides, f"run_dir={in_quotes(str(run_dir))}"], stop, log, progress.poll)
