@@ -299,22 +299,16 @@ MARK = os.environ.get("TF2DIST_TEST_MARK", f"{os.getpid()}").partition(" ")[0]
 os.environ["TF2DIST_TEST_MARK"] = " ".join([MARK, os.environ.get("PYTEST_XDIST_WORKER", "")]).strip()
 
 
-# Variables that pytest, TensorFlow's coordinator and Ray set by themselves.
-SET_BY_OTHERS = (
-    "PYTEST_CURRENT_TEST",
-    "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE",
-    "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY",
-    "RAY_CLIENT_MODE",
-)
-
-
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Fails the test if it leaves an environment variable changed: the next one would be another test."""
-    before = dict(os.environ)
+    """Fails the test if it leaves an environment variable changed: the next one would be another test.
+
+    TensorFlow, JAX and Ray add some of their own when they are imported or first used.
+    """
+    before = {**os.environ, "PYTEST_CURRENT_TEST": ""}
     yield
-    changed = {name for name, _ in before.items() ^ os.environ.items()}
-    assert changed <= set(SET_BY_OTHERS)
+    now = {**os.environ, "PYTEST_CURRENT_TEST": ""}
+    assert {name: now.get(name) for name in before} == before
 
 
 @pytest.fixture
