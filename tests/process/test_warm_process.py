@@ -25,7 +25,8 @@ from tf2dist.messages import Exited, Ready
 
 
 @pytest.fixture(autouse=True)
-def _clean(no_leftovers: Callable[[], None]) -> Iterator[None]:
+def _clean(no_leftovers: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(warm_process.LENT, raising=False)  # what the process of this file was lent
     warm_process.end_warm_process()
     yield
     warm_process.end_warm_process()
