@@ -148,6 +148,15 @@ def test_the_mirror_has_the_random_generators_of_the_training() -> None:
     assert mirror.changes() == ({}, ()), "a random number drawn by a callback must not change the cluster"
 
 
+def test_a_weight_that_is_not_finite_is_no_change_by_a_callback() -> None:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mirror = Mirror(model)
+    name = next(name for name in mirror._named if name.endswith("kernel"))
+    mirror.put({name: np.array([[np.nan], [1.0]], np.float32)}, (0.01,), 10)
+    assert mirror.changes() == ({}, ()), "it would be sent to all tasks after each epoch"
+
+
 def test_updates_that_are_accumulated_are_counted() -> None:
     """With two steps to an update, `iterations` of the optimizer is half the number of steps."""
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])

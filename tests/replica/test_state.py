@@ -17,6 +17,7 @@ from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.load import DEFAULTS
 from tf2dist.errors import CheckpointError, NotFiniteError
 from tf2dist.model.builtin import build_optimizer
+from tf2dist.model.shards import row_pieces
 from tf2dist.model.source import build_step
 from tf2dist.training.evaluator import Evaluator
 
@@ -27,6 +28,14 @@ def test_bfloat16_that_is_not_finite_is_not_saved() -> None:
     variable.assign([1.5, np.nan])
     with pytest.raises(NotFiniteError, match="model/own is not finite"):
         values({"model/own": [variable]})
+
+
+def test_each_piece_of_a_table_that_is_read_is_a_sign_of_life() -> None:
+    """A table may be too large to be read within the time that a task may be silent."""
+    table, progress = keras.Variable(np.arange(12.0).reshape(6, 2)), []
+    with_table = values({"model/table": [table]}, ["model/table"], progress=lambda: progress.append(1))
+    np.testing.assert_array_equal(with_table["model/table"], table)
+    assert len(progress) == len(list(row_pieces(table))) > 0
 
 
 def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:

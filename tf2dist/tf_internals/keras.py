@@ -250,7 +250,6 @@ def scale_learning_rate(optimizer: keras.Optimizer, factor: Callable[[], Any]) -
 
 def follow_learning_rate(optimizer: keras.Optimizer, leader: keras.Optimizer) -> None:
     """Makes an optimizer use the learning rate of another one, whatever that may be."""
-    attribute(keras, optimizer, "_get_current_learning_rate", Callable)
     optimizer._get_current_learning_rate = attribute(keras, leader, "_get_current_learning_rate", Callable)
 
 
