@@ -68,7 +68,7 @@ def test_a_worker_keeps_the_gpus_that_the_user_has_chosen_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "divided", "expected"), [(0, True, []), (2, True, []), (3, True, [2]), (1, False, [0])]
+    ("num_gpus", "divided", "expected"), [(0, True, []), (2, True, []), (3, True, [2]), (5, True, [2]), (1, False, [0])]
 )
 def test_an_evaluator_gets_a_gpu_that_is_free(num_gpus: int, divided: bool, expected: list[int]) -> None:
     cluster = Cluster("async", ON_HOSTS)

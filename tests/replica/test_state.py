@@ -59,6 +59,15 @@ def test_the_way_out_of_a_different_model_names_an_option_that_the_caller_has(da
     assert ("init_from" in str(told.value)) == has_init_from
 
 
+def test_a_checkpoint_of_other_settings_of_keras_is_refused() -> None:
+    """With another epsilon the same weights give other results."""
+    named = {"model/a": [keras.Variable(np.zeros(3))]}
+    saved = Snapshot(3, {"model/a": np.zeros(3)}, replace(facts(3), keras=DEFAULTS))
+    check_same(named, saved, saved.facts.data, DEFAULTS)
+    with pytest.raises(CheckpointError, match="epsilon"):
+        check_same(named, saved, saved.facts.data, replace(DEFAULTS, epsilon=1e-3))
+
+
 def test_an_evaluator_waits_for_the_checkpoint_after_a_damaged_one(tmp_path: Path) -> None:
     checkpoints, warned, config = Checkpoints(tmp_path, 3), list[str](), run_config()
     evaluator = Evaluator(config, *source_and_splits(config), warned.append)

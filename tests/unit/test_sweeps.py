@@ -53,6 +53,7 @@ def test_each_job_has_the_configuration_of_its_line() -> None:
     ]
     assert sweep_jobs[1].varying == {"mode": "async", "train.steps": "${seed}", "init_from": "."}
     assert [job.folder for job in sweep_jobs] == [str(number) for number in range(8)]
+    assert [job.varying for job in jobs("data.dir='/a=b',.")] == [{"data.dir": "'/a=b'"}, {"data.dir": "."}]
 
 
 def test_folders_after_the_options() -> None:
