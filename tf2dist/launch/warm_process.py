@@ -189,25 +189,23 @@ class LentProcess:
             raise OSError(errno.EBADF, "not what was lent")
         self._control = socket.socket(fileno=os.dup(self.number))
         os.set_inheritable(self.number, False)  # `lend` passes it on
-        self._is_closed = select.poll()
-        self._is_closed.register(self._control, 0)  # tells in any case whether the other end is closed
-        self._has_ended = select.poll()
-        self._has_ended.register(self._pidfd(), select.POLLIN)
+        self._check_open()  # or another process may have its number
+        self._pidfd = os.pidfd_open(self.pid)
 
-    def _pidfd(self) -> int:
-        if self._is_closed.poll(0):
-            raise OSError(errno.EPIPE, "the warm process has ended")  # another process may have its number
-        return os.pidfd_open(self.pid)
+    def _check_open(self) -> None:
+        poll = select.poll()
+        poll.register(self._control, 0)  # tells in any case whether the other end is closed
+        if poll.poll(0):
+            raise OSError(errno.EPIPE, "the warm process has ended")
 
     def ask(self, serve: Serve, server_sock: socket.socket, log: int) -> None:
         """Asks for a fork server. Raises OSError if it has ended, or its owner lends it no longer."""
-        if self._is_closed.poll(0):
-            raise OSError(errno.EPIPE, "the warm process has ended")
+        self._check_open()
         _ask(self._control, self.pid, serve, server_sock, log)
 
     def has_ended(self) -> bool:
         # Not whether the socket is closed: what was asked before its owner closed it is still served.
-        return bool(self._has_ended.poll(0))
+        return bool(select.select([self._pidfd], [], [], 0)[0])
 
     def exit_code(self, timeout_secs: float = 0.0) -> None:
         """No exit code, which only its parent gets."""
@@ -265,7 +263,7 @@ def ask_for_server(
                 return _warm
         value = os.environ.get(LENT, "")
         if value.endswith(_digest(state)):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 lent = _lent_process(value)
                 lent.ask(serve, server_sock, log)
                 return lent
