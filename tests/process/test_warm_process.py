@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -338,6 +339,14 @@ def test_a_run_goes_on_when_a_lent_one_is_killed(tmp_path: Path) -> None:
         start(launcher, "worker-0", "succeed")
         assert wait_for(launcher, Exited).code == 0
         assert lent.has_ended()
+
+
+def test_threads_ask_at_once_whether_a_lent_one_has_ended(tmp_path: Path) -> None:
+    """As runs of `fit` side by side do."""
+    warm_pid(tmp_path)
+    lent = lent_process()
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(lambda _: any(lent.has_ended() for _ in range(5000)), range(4)))
 
 
 def test_what_was_asked_before_a_lent_one_is_replaced_is_served(tmp_path: Path) -> None:
