@@ -7,13 +7,14 @@ process is lent to all.
 """
 
 import faulthandler
+import functools
 import gc
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -27,18 +28,24 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # this is a process of pytest-xdist
-        config.pluginmanager.register(ProcessPerFile())
+        config.pluginmanager.register(ProcessPerFile(config))
 
 
 class ProcessPerFile:
     """Has every test run by the process of its file."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self._is_of_a_file = False
         self._pid = 0  # of the process of the present file
         self._connection: Connection | None = None  # between the two; None if there is no such process now
         self._lent: dict[str, str] = {}
         self._descriptor = self._copy = 0  # of the warm process; 0 until there is one
+
+    @functools.cached_property
+    def _interactor(self) -> Any:
+        """What tells the process of the whole run about tests and warnings, which pytest-xdist registers later."""
+        return next(plugin for plugin in self._config.pluginmanager.get_plugins() if hasattr(plugin, "sendevent"))
 
     def pytest_collection_finish(self) -> None:
         eager = sys.modules.get("tensorflow.python.eager.context")
@@ -47,14 +54,12 @@ class ProcessPerFile:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         hook = item.ihook
-        if self._is_of_a_file and self._connection:
-            for report in runtestprotocol(item, log=False, nextitem=nextitem):
-                self._connection.send(hook.pytest_report_to_serializable(config=item.config, report=report))
+        if self._is_of_a_file:
+            runtestprotocol(item, nextitem=nextitem)
             return True
         faulthandler.cancel_dump_traceback_later()  # the process of the file has this limit as well
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item, nextitem if nextitem and nextitem.path == item.path else None):
-            hook.pytest_runtest_logreport(report=report)
+        self._run(item, nextitem if nextitem and nextitem.path == item.path else None)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
@@ -62,17 +67,18 @@ class ProcessPerFile:
     def pytest_timeout_set_timer(self) -> bool | None:
         return None if self._is_of_a_file else True  # the process of the file sets it
 
-    def _reports(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
+    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Has a test run; if its process is lost the test has failed, and the next one gets another process."""
         items = item.session.items
         connection = self._connection or self._fork(items)
         try:
             connection.send((items.index(item), nextitem and items.index(nextitem)))
-            while found := connection.recv():
-                yield item.config.hook.pytest_report_from_serializable(config=item.config, data=found)
+            while event := connection.recv():
+                self._interactor.channel.send(event)
         except (EOFError, ConnectionError):
             text = f"the process of {item.path.name} has ended with code {self._end()}"
-            yield pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+            item.ihook.pytest_runtest_logreport(report=report)
         else:
             if not nextitem:
                 self._end()
@@ -87,7 +93,9 @@ class ProcessPerFile:
         self._pid = os.fork()  # closes the descriptor in the new process, which has no warm process of its own
         if not self._pid:
             self._connection.close()
-            self._is_of_a_file, self._connection = True, connection
+            self._is_of_a_file = True
+            # Two processes that wrote to one pipe would tear each other's messages: the process that forked passes on.
+            self._interactor.channel = connection
             linux.die_with_parent(parent)
             os.dup2(self._copy, self._descriptor)
             os.environ.update(self._lent)
@@ -101,6 +109,7 @@ class ProcessPerFile:
             while True:
                 index, following = connection.recv()
                 nextitem = None if following is None else items[following]
+                self._interactor.item_index = index
                 # This comes to the method above, and to what plugins do around it, such as the limit of time.
                 items[index].ihook.pytest_runtest_protocol(item=items[index], nextitem=nextitem)
                 connection.send(None)

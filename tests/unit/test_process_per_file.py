@@ -50,3 +50,26 @@ def test_each_file_has_a_process_of_its_own(tmp_path: Path) -> None:
     assert pids["one"] == pids["two"]
     assert len({pids["two"], pids["three"], pids["four"]}) == 3
     assert words.count("end") == 2, "fixtures of the session end with their process, and a killed one ends none"
+
+
+LOUD = """
+import warnings
+import pytest
+
+@pytest.mark.parametrize("number", range(8))
+def test_it(number):
+    print("x" * 1_000_000)
+    for line in range(50):
+        warnings.warn(f"{number} {line}" + "y" * 3000)
+"""
+
+
+def test_warnings_beside_a_long_report_tear_no_message(tmp_path: Path) -> None:
+    """A pipe takes 64 KB at once: two processes that wrote to it in turns ended the run in an undecodable message."""
+    (tmp_path / "test_loud.py").write_text(LOUD)
+    (tmp_path / "pytest.ini").touch()
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--dist", "loadfile", "-p", "tests.process_per_file"]
+    env = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
+    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-5000:]
+    assert "8 passed, 400 warnings" in completed.stdout
