@@ -36,11 +36,16 @@ def context_of(config: RunConfig, cluster: Cluster, task: Task, source: Any = No
 
 
 def sync_loop(worker: Any, config: RunConfig, source: Any = None, start: Any = None, report: Any = None) -> Any:
-    """A loop of mode=sync on a `SyncWorker`; without a source it trains that of the configuration."""
+    """A loop of mode=sync on a `SyncWorker`; without a source it trains that of the configuration.
+
+    Worker 0 does not wait for the others to leave: they stay until all have their results, and go on to other runs.
+    """
     from tf2dist.training.synchronous.sync_loop import SyncLoop
 
     context = context_of(config, worker.cluster, worker.task, source)
-    return SyncLoop.build(context, start, report or (lambda progress: None), worker.strategy)
+    loop = SyncLoop.build(context, start, report or (lambda progress: None), worker.strategy)
+    loop._workers.leave_last = lambda: None
+    return loop
 
 
 def source_and_splits(config: RunConfig) -> tuple[Any, Any]:
