@@ -101,3 +101,10 @@ def settle(loops: list[Any]) -> None:
 def _join(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
     with contextlib.suppress(Exception):  # an error that the test caused
         coordinator.join()
+
+
+@pytest.fixture(autouse=True)
+def _graphs_as_traced(request: pytest.FixtureRequest) -> None:
+    """TensorFlow's optimizer of graphs takes a quarter of the time of these tests; slow tests have it, and commands."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not is_slow})
