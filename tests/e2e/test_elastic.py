@@ -85,7 +85,7 @@ def events(summary: dict[str, Any]) -> list[tuple[int, str]]:
 
 
 def test_a_worker_leaves_and_comes_back(command: Command) -> None:
-    job = Job(command, 2)
+    job = Job(command, 2, epochs=20)
     job.start("chief-0", "ps-0", "worker-0", "worker-1")
     job.wait_for_training("worker-0", "worker-1")
     job.processes["worker-1"].send_signal(signal.SIGTERM)

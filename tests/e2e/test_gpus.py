@@ -124,6 +124,7 @@ def test_rows_of_tables_on_gpus(command: Command, tmp_path: Path) -> None:
         assert_equal(trained, {name: on_cpu[name] for name in trained}, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_moves_from_cpus_to_a_gpu(command: Command, tmp_path: Path) -> None:
     for mode, steps, gpus in [("async", 10, None), ("sync", 20, FakeGpus(1, tmp_path / "gpus"))]:
         end = succeed(command, gpus, "cluster=local1", f"mode={mode}", f"train.steps={steps}")
@@ -187,6 +188,7 @@ def test_synchronous_workers_with_unequal_gpus_are_refused(command: Command, tmp
         assert f"devices (GPUs): {told}; synchronous workers need equally many" in line, end
 
 
+@pytest.mark.slow
 def test_asynchronous_workers_take_one_gpu_each_or_none(command: Command, tmp_path: Path) -> None:
     gpus = FakeGpus(3, tmp_path / "gpus")
     jobs = {"chief": 1, "ps": 1, "worker": 3}
@@ -196,6 +198,7 @@ def test_asynchronous_workers_take_one_gpu_each_or_none(command: Command, tmp_pa
     assert "uses one of the 2 GPUs that it sees; start a worker for each" in ends["worker-0"].stderr
 
 
+@pytest.mark.slow
 def test_a_fraction_of_the_memory_is_fixed(command: Command, tmp_path: Path) -> None:
     """CUDA_VISIBLE_DEVICES may name a GPU in any of its ways: TensorFlow is asked for the fraction, not nvidia-smi."""
     gpus = FakeGpus(3, tmp_path / "gpus")

@@ -152,6 +152,7 @@ def is_task(process: psutil.Process, name: str) -> bool:
     return any(os.readlink(f"{folder}/{number}").endswith(f"{name}.log") for number in (1, 2))
 
 
+@pytest.mark.slow
 def test_only_servers_hold_tables_and_only_their_rows(command: Command, tmp_path: Path) -> None:
     """With a million rows, 64 MB and as much of the optimizer, instead of a thousand."""
     stopped, ended = {}, {}

@@ -101,7 +101,8 @@ def check(run_dir: Path, rows: int, folder: Path) -> list[int]:
     return [max(evaluating), max(predicting)]
 
 
-@pytest.mark.parametrize("source", ["model.keras", pytest.param("a checkpoint", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["model.keras", "a checkpoint"])
 def test_the_results_of_a_table_in_a_file_are_the_same(runs: dict[int, Path], source: str, tmp_path: Path) -> None:
     peaks = {}
     for rows, run_dir in runs.items():

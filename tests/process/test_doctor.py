@@ -70,7 +70,11 @@ def test_other_programs_do_not_get_the_job_token(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
-        ("import no_such_module\n", "fail  plugins: {}: it imports no_such_module, which is not installed; install"),
+        pytest.param(
+            "import no_such_module\n",
+            "fail  plugins: {}: it imports no_such_module, which is not installed; install",
+            marks=pytest.mark.slow,
+        ),
         (
             "import beside\nprint('hello')\n",
             "fail  plugins: model (mine): no plugin registers it; choose one of cnn, dnn, softmax, tanh, two_tower",

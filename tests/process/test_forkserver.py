@@ -75,7 +75,7 @@ def test_a_fork_server_that_reaches_a_limit_is_not_worth_a_retry(
         wait_for(launcher, Ready)
 
 
-@pytest.mark.parametrize("ends", ["by itself", "killed", "with its launcher"])
+@pytest.mark.parametrize("ends", ["by itself", "killed", pytest.param("with its launcher", marks=pytest.mark.slow)])
 def test_a_task_leaves_no_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()

@@ -110,8 +110,13 @@ def assert_alike(model: keras.Model, like: keras.Model, x: Any) -> None:
 CUSTOM = {kind.__name__: kind for kind in (Averaged, Hidden, OwnStep)}
 
 
-@pytest.mark.parametrize("step", [None, 7])
-@pytest.mark.parametrize("kind", [keras.Model, OwnStep])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        *((keras.Model, None), (OwnStep, 7)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(keras.Model, 7), (OwnStep, None)]),
+    ],
+)
 def test_a_loaded_model_is_that_of_load_model(tmp_path: Path, kind: type[keras.Model], step: int | None) -> None:
     def build() -> keras.Model:
         return branched(kind, adapts=step is None)

@@ -35,6 +35,7 @@ Training = dict[str, Any]
 ONE_WORKER = ["no_training", "looks_at_the_batch", "random", "own_loss"]
 # Models that one asynchronous worker trains.
 ASYNCHRONOUS = [*ONE_WORKER, "large", "summed", "own_metrics", "contrastive", "distiller", "autoencoder"]
+ASYNCHRONOUS_LATER = ["own_metrics", "contrastive", "autoencoder"]
 OWN_STEPS = [
     "distiller",
     "autoencoder",
@@ -327,8 +328,8 @@ def two_workers(sync_workers: SyncWorkers) -> Callable[[str], list[Training]]:
     return lambda name: [found[name] for found in trained(name in LATER)]
 
 
-def parameters(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in LATER else name for name in names]
+def parameters(names: Iterable[str], later: list[str] = LATER) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in later else name for name in names]
 
 
 def assert_like(found: Training, expected: Training) -> None:
@@ -361,7 +362,7 @@ def test_one_synchronous_worker_equals_keras(one_worker: dict[str, Training], na
     assert_like(one_worker[name], plain_keras(name))
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("name", parameters(ASYNCHRONOUS, ASYNCHRONOUS_LATER))
 def test_one_asynchronous_worker_equals_keras(async_loop: Callable[..., Any], name: str) -> None:
     assert_like(train(async_loop(config_of(name), num_workers=1)), plain_keras(name))
 

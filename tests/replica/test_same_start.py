@@ -85,7 +85,7 @@ def test_optimizers_without_a_configuration_can_be_compared() -> None:
     assert function == number != schedule
 
 
-@pytest.mark.parametrize("model", ["own_weights", "own_table"])
+@pytest.mark.parametrize("model", [pytest.param("own_weights", marks=pytest.mark.slow), "own_table"])
 def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorkers, model: str) -> None:
     first, *others = sync_workers(train, 3, (run_config(model),))
     for other in others:
