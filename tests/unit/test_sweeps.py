@@ -53,7 +53,8 @@ def test_each_job_has_the_configuration_of_its_line() -> None:
     ]
     assert sweep_jobs[1].varying == {"mode": "async", "train.steps": "${seed}", "init_from": "."}
     assert [job.folder for job in sweep_jobs] == [str(number) for number in range(8)]
-    assert [job.varying for job in jobs("data.dir='/a=b',.")] == [{"data.dir": "'/a=b'"}, {"data.dir": "."}]
+    in_quotes = r"'/a=b\c'"
+    assert [job.varying for job in jobs(f"data.dir={in_quotes},.")] == [{"data.dir": in_quotes}, {"data.dir": "."}]
 
 
 def test_folders_after_the_options() -> None:
