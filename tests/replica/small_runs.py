@@ -44,7 +44,7 @@ def sync_loop(worker: Any, config: RunConfig, source: Any = None, start: Any = N
 
     context = context_of(config, worker.cluster, worker.task, source)
     loop = SyncLoop.build(context, start, report or (lambda progress: None), worker.strategy)
-    loop._workers.leave_last = lambda: None
+    loop._workers.leave_last = lambda: None  # type: ignore[method-assign]
     return loop
 
 

@@ -355,9 +355,9 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
         return schedule(*args, **kwargs)
 
     monkeypatch.setattr(loop._coordinator, "schedule", note)
-    loop.train(1_000, lambda: PauseRequest.STOP if len(ahead) > 40 else PauseRequest.NOTHING)
+    loop.train(1_000, lambda: PauseRequest.STOP if len(ahead) > 100 else PauseRequest.NOTHING)
     assert 0 < max(ahead) <= max(windows) + 10
-    assert len(ahead) <= 42, "calls were made for steps that are done"
+    assert len(ahead) <= 102, "calls were made for steps that are done"
 
 
 def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
