@@ -1,4 +1,4 @@
-# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make lint   make docs   make lock   make clean
+# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make versions [ARGS=oldest]   make lint   make docs   make lock   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: train test slow chaos bench lint docs lock clean
+.PHONY: train test slow chaos bench versions lint docs lock clean
 
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
@@ -36,6 +36,10 @@ chaos: $(STAMP)
 # Needs MNIST; compares with torch too if that is installed.
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(ARGS)
+
+# Makes an environment for each set of releases in build/versions; writes docs/versions.md.
+versions: $(STAMP)
+	$(BIN)/python -m tests.versions $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

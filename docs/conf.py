@@ -1,14 +1,15 @@
-"""How Sphinx builds the pages: `make docs`. The sources are README.md, docs/ and one page of tests/."""
+"""How Sphinx builds the pages: `make docs`. The sources are the pages at the top, docs/ and one page of tests/."""
 
-import tomllib
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
+from tf2dist import __version__
+
 project = "tf2dist"
-release = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
+release = __version__
 # The source folder is the whole repository, so that a link between pages is the same here and on a code host.
-include_patterns = ["README*.md", "docs/**.md", "tests/FAILURE_MODES.md"]
+include_patterns = ["*.md", "docs/**.md", "tests/FAILURE_MODES.md"]
 root_doc = "docs/index"
 nitpicky = True
 smartquotes_action = "D"  # quotes in sentences are often those of Python

@@ -35,7 +35,7 @@ COMMAND = [sys.executable, "-m", "tf2dist"]
 # The text of each page for users and contributors, by its path in the repository; a folder _build is not a source.
 PAGES = {
     str(path.relative_to(REPOSITORY)): path.read_text()
-    for path in [*sorted(REPOSITORY.glob("README*.md")), *sorted(REPOSITORY.glob("docs/**/[!_]*.md"))]
+    for path in [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/**/[!_]*.md"))]
     if "_build" not in path.parts
 }
 

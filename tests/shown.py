@@ -1,4 +1,4 @@
-"""Compares what a page shows with what a command prints, by the rules in docs/CONTRIBUTING.md."""
+"""Compares what a page shows with what a command prints, by the rules in docs/development.md."""
 
 import re
 from typing import NamedTuple

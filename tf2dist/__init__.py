@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tf2dist.model.batch_attention import gather
     from tf2dist.tools.finished.load_model import load_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CheckpointError",
     "ClusterError",

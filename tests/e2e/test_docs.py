@@ -78,9 +78,9 @@ def test_the_page_of_the_four_ideas_shows_the_programs_as_they_are(path: Path) -
     assert 20 <= len(code) <= 40
 
 
-CONTRIBUTING = PAGES["docs/CONTRIBUTING.md"]
+DEVELOPMENT = PAGES["docs/development.md"]
 EXAMPLES = re.findall(
-    r"^## Adding an (\w+)\n(?:(?!^## ).)*?```diff\n(.*?)```\n\n```sh\n(.*?)```", CONTRIBUTING, re.DOTALL | re.MULTILINE
+    r"^## Adding an (\w+)\n(?:(?!^## ).)*?```diff\n(.*?)```\n\n```sh\n(.*?)```", DEVELOPMENT, re.DOTALL | re.MULTILINE
 )
 
 
@@ -107,7 +107,7 @@ def test_the_examples_of_contributing(task: str, tmp_path: Path) -> None:
     assert done.stdout.count("test accuracy") == 1
 
 
-LINES = re.findall(r"python -m tf2dist ([^`|\n]*=[^`|\n]*)", TEXT.replace(CONTRIBUTING, ""))
+LINES = re.findall(r"python -m tf2dist ([^`|\n]*=[^`|\n]*)", TEXT.replace(DEVELOPMENT, ""))
 LINES = [line for line in LINES if not any(part in line for part in ("--config-dir", "hydra/", "train.stepss"))]
 LINES += re.findall(r'make train ARGS="(.*?)"', TEXT)
 

@@ -1,7 +1,7 @@
 """Every command and program of README.md and of the pages in docs/ runs, and prints what is shown.
 
 The blocks of a page run in their order, in one shell and in one folder. A block that an earlier page has, too, runs
-there. How outputs are compared is written in docs/CONTRIBUTING.md.
+there. How outputs are compared is written in docs/development.md.
 """
 
 import json

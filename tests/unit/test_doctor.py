@@ -188,10 +188,10 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_versions_that_do_not_match_the_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"tensorflow": "2.20.0", "keras": "3.15.1", "numpy": "2.0.0"}
+    there = {"tensorflow": "2.19.1", "keras": "3.15.1", "numpy": "2.0.0"}
     monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
     wrong = [finding for finding in findings.versions() if finding.level == "fail"]
-    assert [finding.text.partition(" is")[0] for finding in wrong] == ["tensorflow 2.20.0"]
+    assert [finding.text.partition(" is")[0] for finding in wrong] == ["tensorflow 2.19.1"]
     assert "install tensorflow" in wrong[0].fix
 
 

@@ -1,4 +1,4 @@
-"""Outputs are compared as docs/CONTRIBUTING.md says."""
+"""Outputs are compared as docs/development.md says."""
 
 import pytest
 

@@ -10,7 +10,7 @@ import numpy as np
 from tf2dist.model.compiled_step import MEANS, WEIGHTED_MEAN, CompiledStep
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Step
-from tf2dist.tf_internals import groups_of, inner_optimizers, layers_of, seeds_of, state_of
+from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of, seeds_of, state_of
 
 # Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
 # be updated apart. Not so where an update depends on a norm over the variable (Lamb, Muon) or on its rows and columns
@@ -18,7 +18,7 @@ from tf2dist.tf_internals import groups_of, inner_optimizers, layers_of, seeds_o
 ELEMENTWISE = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adagrad),
     *(keras.optimizers.RMSprop, keras.optimizers.Nadam, keras.optimizers.Adadelta, keras.optimizers.Adamax),
-    *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.ScheduleFreeAdamW),
+    *(keras.optimizers.Ftrl, keras.optimizers.Lion, ScheduleFreeAdamW),
 )
 
 
@@ -265,7 +265,7 @@ FINAL_WEIGHTS = Feature(
 SCHEDULE_FREE = Feature(
     "optimizer",
     "ScheduleFreeAdamW",
-    lambda trained: _when(keras.optimizers.ScheduleFreeAdamW in map(type, inner_optimizers(trained.optimizer))),
+    lambda trained: _when(ScheduleFreeAdamW in map(type, inner_optimizers(trained.optimizer))),
 )
 
 

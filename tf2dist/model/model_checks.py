@@ -17,7 +17,7 @@ from tf2dist.model.batch_dependence import Dependence, StateChange, loss_depende
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import Step
-from tf2dist.tf_internals import groups_of, inner_optimizers, layers_of
+from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 # Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.
@@ -210,7 +210,7 @@ def note_on_first_values(optimizer: keras.Optimizer) -> str:
     """Difference from `keras.Model.fit` in an optimizer that begins with the weights; empty if nothing does."""
     # `fit` builds the optimizer inside the graph of its steps. There the assignment of the weights to the sequence that
     # is updated is a part of each step.
-    if keras.optimizers.ScheduleFreeAdamW not in map(type, inner_optimizers(optimizer)):
+    if ScheduleFreeAdamW not in map(type, inner_optimizers(optimizer)):
         return ""
     return (
         "ScheduleFreeAdamW: its sequence begins with the weights once, as the method demands; keras.Model.fit on "

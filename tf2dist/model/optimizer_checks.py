@@ -6,9 +6,9 @@ from typing import Any
 import keras
 
 from tf2dist.errors import ConfigError, kind_of, reason_of
-from tf2dist.tf_internals import choose_by_path, counter_of, groups_of, inner_optimizers
+from tf2dist.tf_internals import MultiOptimizer, choose_by_path, counter_of, groups_of, inner_optimizers
 
-AROUND_OTHERS = (keras.optimizers.MultiOptimizer, keras.optimizers.LossScaleOptimizer)
+AROUND_OTHERS = (MultiOptimizer, keras.optimizers.LossScaleOptimizer)
 PLAIN = (bool, int, float, str, type(None))  # the types of an optimizer's settings, other than a schedule
 
 
@@ -48,7 +48,7 @@ def prepare_choice(
     check_optimizer(name, optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
-    if not isinstance(optimizer, keras.optimizers.MultiOptimizer) or not variables:  # a model without is refused
+    if not isinstance(optimizer, MultiOptimizer) or not variables:  # a model without is refused
         return
     try:
         choose_by_path(optimizer, variables, named or variables)

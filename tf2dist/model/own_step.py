@@ -17,7 +17,7 @@ from tf2dist.model.recurrence import reached_from
 from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
 from tf2dist.model.step import Mapping, Step, StepOutput, Trace, changes, without_padding
 from tf2dist.model.tables import TableLookups
-from tf2dist.tf_internals import counter_of, groups_of, inner_optimizers
+from tf2dist.tf_internals import MultiOptimizer, counter_of, groups_of, inner_optimizers
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
 PLAIN = (bool, int, float, str, type(None))  # the types of attributes in which a step could count in Python
@@ -231,7 +231,7 @@ class OwnStep(Step):
         if len(inner) == 1 and not self.repeats:
             return inner[0]
         by_variable = {id(v): group.optimizer for group in self.groups for v in group.variables}
-        optimizer = keras.optimizers.MultiOptimizer(lambda variable: by_variable[id(variable)])
+        optimizer = MultiOptimizer(lambda variable: by_variable[id(variable)])
         prepare_choice(self._name, optimizer, self.trainable)
         if all(one.built for one in inner):  # the model was trained before
             optimizer.build(self.trainable)

@@ -23,7 +23,7 @@ from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.shards import all_parts
 from tf2dist.model.step import Step
-from tf2dist.tf_internals import compute_loss, config_of, undecayed, with_inner
+from tf2dist.tf_internals import MultiOptimizer, compute_loss, config_of, undecayed, with_inner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ def copies_of(optimizer: keras.Optimizer, trainable: list[keras.Variable], name:
         name: of the model, for messages.
     """
     check_optimizer(name, optimizer)
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, MultiOptimizer):
         copies = [copies_of(inner, trainable, name) for inner in optimizer.optimizers]
         return lambda total_steps: with_inner(optimizer, [copy(total_steps) for copy in copies])
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

@@ -6,6 +6,8 @@ which gives the name and the installed version. `missing` tries the central ones
 """
 
 from tf2dist.tf_internals.keras import (
+    MultiOptimizer,
+    ScheduleFreeAdamW,
     build_metrics,
     choose_by_path,
     clip_gradient,
@@ -65,8 +67,10 @@ from tf2dist.tf_internals.variables import AtomicRows, PartitionedVariable, Rows
 __all__ = [
     "AtomicRows",
     "LiveTasks",
+    "MultiOptimizer",
     "PartitionedVariable",
     "Rows",
+    "ScheduleFreeAdamW",
     "as_one_node",
     "body_of",
     "build_metrics",

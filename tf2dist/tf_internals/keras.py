@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tf2dist.errors import InstallationError
 from tf2dist.tf_internals.tensorflow import attribute, missing_api, module_of
 
 # The variables that every optimizer has, by name; and a variable without a name, which Keras numbers by how many it has
@@ -22,6 +23,20 @@ SAVING = "keras.src.saving.saving_lib"
 # The functions that divide a loss by the number of replicas and multiply it again.
 LOSS = "keras.src.losses.loss"
 SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+
+
+class Lacking(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """Stands for an optimizer of a later Keras than the installed one: no object is of this type."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise InstallationError(
+            f"keras {keras.__version__}: has no MultiOptimizer, which a step with several updates needs; "
+            "install keras>=3.15"
+        )
+
+
+MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", Lacking)  # since Keras 3.15
+ScheduleFreeAdamW: Any = getattr(keras.optimizers, "ScheduleFreeAdamW", Lacking)  # since 3.14
 
 
 def trained_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
@@ -96,7 +111,7 @@ def inner_optimizers(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """The optimizers of which each has variables of its own: those in others, or the optimizer itself."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return inner_optimizers(optimizer.inner_optimizer)
-    return list(optimizer.optimizers) if isinstance(optimizer, keras.optimizers.MultiOptimizer) else [optimizer]
+    return list(optimizer.optimizers) if isinstance(optimizer, MultiOptimizer) else [optimizer]
 
 
 def groups_of(
@@ -114,7 +129,7 @@ def groups_of(
 def _optimizer_for(optimizer: keras.Optimizer, variable: keras.Variable) -> keras.Optimizer:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return _optimizer_for(optimizer.inner_optimizer, variable)
-    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if not isinstance(optimizer, MultiOptimizer):
         return optimizer
     if optimizer.built:  # it has chosen once and for all: a function may return a new optimizer at each call
         chosen = attribute(keras, optimizer, "_var_to_optimizer_idx", dict)
@@ -124,9 +139,7 @@ def _optimizer_for(optimizer: keras.Optimizer, variable: keras.Variable) -> kera
     return attribute(keras, optimizer, "_optimizer_map", Callable)(variable)
 
 
-def choose_by_path(
-    optimizer: keras.optimizers.MultiOptimizer, variables: list[keras.Variable], named: list[keras.Variable]
-) -> None:
+def choose_by_path(optimizer: keras.Optimizer, variables: list[keras.Variable], named: list[keras.Variable]) -> None:
     """Makes a MultiOptimizer choose as it does for these variables, but by their paths, whatever it has chosen by.
 
     Then it can be saved, also if it has a function, and chooses the same for parts of the variables. Keras saves an
@@ -159,11 +172,11 @@ def _patterns(paths: list[str]) -> Iterator[str]:
         yield f"(.*/)?{re.escape(end)}" if end else re.escape(path)
 
 
-def with_inner(optimizer: keras.optimizers.MultiOptimizer, inner: list[keras.Optimizer]) -> keras.Optimizer:
+def with_inner(optimizer: keras.Optimizer, inner: list[keras.Optimizer]) -> keras.Optimizer:
     """A new MultiOptimizer that chooses by the same paths, with others in the places of the inner optimizers."""
     paths = attribute(keras, optimizer, "_optimizer_map", keras.optimizers.OptimizerMap)
     by_path = keras.optimizers.OptimizerMap(inner[-1], dict(zip(paths, inner[:-1], strict=True)))
-    return keras.optimizers.MultiOptimizer(by_path, optimizer.loss_scale_factor, optimizer.name)
+    return MultiOptimizer(by_path, optimizer.loss_scale_factor, optimizer.name)
 
 
 def counter_of(optimizer: keras.Optimizer) -> keras.Variable:
@@ -256,8 +269,11 @@ def follow_learning_rate(optimizer: keras.Optimizer, leader: keras.Optimizer) ->
 def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> list[int]:
     """The indices of those variables to which an optimizer would not apply its weight decay."""
     # `exclude_from_weight_decay` is no part of the configuration: neither copies nor saved models would know it.
+    excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)
+    if callable(excluded):  # Keras 3.16 asks with its own variable, when it builds the optimizer
+        return [index for index, variable in enumerate(variables) if excluded(variable)]
     uses = attribute(keras, optimizer, "_use_weight_decay", Callable)
-    # Keras asks with TensorFlow's variable, whose name is the whole path: `var_names` may be names of layers.
+    # Before it asked with TensorFlow's, whose name is the whole path: `var_names` could be names of layers.
     return [index for index, variable in enumerate(variables) if not uses(variable.value)]
 
 
