@@ -26,6 +26,7 @@ SETS = {
     "newest": "what pip finds, pre-releases included",
     "nightly": "keras-nightly, on the newest TensorFlow",
 }
+PRE_RELEASES = {"newest": "keras", "nightly": "keras-nightly"}  # by set, the package of Keras
 # By the head of a column. Each is a call of pytest of its own, as one that hangs must not hide the others.
 RUNS = {
     "private names": ["tests/replica/test_missing_api.py", "-k", "nothing_is_missing"],
@@ -77,9 +78,10 @@ def environment(name: str) -> str:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *packages(name)], check=True)
-        if name == "nightly":  # the same module as that of keras, which TensorFlow requires
-            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "keras"], check=True)
-            subprocess.run([*pip, "--pre", "--no-deps", "keras-nightly"], check=True)
+        if name in PRE_RELEASES:
+            # TensorFlow's pre-releases require keras-nightly, whose module is that of keras: each replaces the other.
+            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "keras", "keras-nightly"], check=True)
+            subprocess.run([*pip, "--pre", "--no-deps", PRE_RELEASES[name]], check=True)
         subprocess.run([*pip, "--no-deps", "--editable", str(REPOSITORY)], check=True)
         made.touch()
     return python

@@ -1,12 +1,19 @@
-"""An installed tf2dist is whole: the command, the modules and the configuration."""
+"""What is built is whole, an index takes it, and the command, the modules, the types and the tests work from it."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
-from tests.conftest import REPOSITORY, slowness
+import pytest
+
+from tests.conftest import BLOCKS, REPOSITORY, slowness
+
+NOT_SOURCES = (".venv", ".git", ".*_cache", ".hypothesis", "build", "dist", "outputs", "__pycache__", "*.egg-info")
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
@@ -30,19 +37,71 @@ runpy.run_module("tf2dist", run_name="__main__", alter_sys=True)
 """
 
 
-def test_the_wheel(tmp_path: Path) -> None:
-    source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    source.mkdir()
-    for name in ("tf2dist", "conf"):
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", tmp_path, source, cwd=tmp_path)
-    wheel = next(tmp_path.glob("tf2dist-*.whl"))
-    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this repository."""
+    folder = tmp_path_factory.mktemp("built") / "source"
+    shutil.copytree(REPOSITORY, folder, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    return folder
 
+
+@pytest.fixture(scope="module")
+def dist(source: Path) -> Path:
+    """The folder of the wheel and the source archive."""
+    folder = source.parent / "dist"
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, cwd=source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(dist: Path) -> Path:
+    """A folder of packages where the wheel is installed."""
+    folder = dist.parent / "site"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
+    run(*pip, "--target", folder, next(dist.glob("tf2dist-*.whl")), cwd=dist)
+    return folder
+
+
+def test_an_index_takes_it(dist: Path) -> None:
+    run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir(), cwd=dist)
+    run(Path(sys.executable).with_name("check-wheel-contents"), next(dist.glob("*.whl")), cwd=dist)
+
+
+def test_every_link_of_the_description_is_absolute(site: Path) -> None:
+    (about,) = site.glob("tf2dist-*.dist-info/METADATA")
+    description = str(email.message_from_string(about.read_text()).get_payload())
+    targets = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert len(targets) > 40
+    assert {target.split("//")[0] for target in targets} == {"https:"}
+    readme = (REPOSITORY / "README.md").read_text()
+    for path in re.findall(r"https://github\.com/tf2dist/tf2dist/(?:blob|raw)/main/([^)#\s]+)", description):
+        assert (REPOSITORY / path).is_file()
+        assert f"]({path}" in readme
+
+
+def test_the_tests_run_from_the_source_archive(dist: Path) -> None:
+    (archive,) = dist.glob("*.tar.gz")
+    folder = dist.parent / "unpacked"
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    (top,) = folder.iterdir()
+    tests = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("*.py")}
+    assert tests == {path.relative_to(top) for path in (top / "tests").rglob("*.py")}
+    told = run(sys.executable, "-m", "pytest", "-q", "tests/unit/test_palette.py", cwd=top)
+    assert re.search(r"^\d+ passed in ", told.splitlines()[-1])
+
+
+def test_a_program_that_uses_it_is_typed(site: Path, tmp_path: Path) -> None:
+    """README's first program; Keras has no types."""
+    program = next(block.text for block in BLOCKS if block.page == "README.md" and block.language == "python")
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-keras.*]\nignore_missing_imports = True\n")
+    run(sys.executable, "-m", "mypy", "train.py", cwd=tmp_path, env={"PYTHONPATH": str(site)})
+
+
+def test_the_wheel(source: Path, site: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
     env = {"PYTHONPATH": str(site)}
     where = run(sys.executable, "-c", "import tf2dist.conf; print(tf2dist.conf.__file__)", cwd=elsewhere, env=env)
     assert where.startswith(str(site))
