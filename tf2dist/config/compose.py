@@ -176,6 +176,14 @@ class Loader(ConfigLoaderImpl):
             self._check(composed, config_name, overrides, run_mode)
         return composed
 
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Composes the configuration of a job of a sweep."""
+        # As Hydra 1.3 does; 1.4 would compose it beside the method above.
+        overrides = [*as_written(master_config.hydra.overrides.hydra), *sweep_overrides]
+        composed = self.load_configuration(master_config.hydra.job.config_name, overrides, RunMode.RUN)
+        OmegaConf.copy_cache(from_config=master_config, to_config=composed)  # such as the time of the sweep
+        return composed
+
     def keep(self, composed: DictConfig) -> None:
         """Makes a configuration the answer to the next request, since composing it takes a tenth of a second."""
         self._composed = composed
@@ -227,11 +235,13 @@ def open_hydra(source: ConfigSource) -> Iterator[Hydra]:
         names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}
         ConfigStore.instance().store(OPTIONS_NODE, defaults())
         previous, base = HydraConfig.instance().cfg, version.getbase()
-        # Hydra's behaviour depends on this number; without it an older version's would apply.
-        version.setbase("1.3")
+        # The behaviour of Hydra 1.3 depends on this number, without which an older version's would apply; 1.4 warns of it.
+        with without_warnings(".*version_base"):
+            version.setbase("1.3")
         try:
-            # Hydra warns about a file without _self_. It comes last in the merge, which is what its author meant.
-            with without_warnings(".*_self_", UserWarning):
+            # Hydra warns about a file without _self_. It comes last in the merge, which is what its author meant. And
+            # Hydra 1.4 about each class that a configuration names, of which one is ours.
+            with without_warnings(".*_self_", UserWarning), without_warnings(".* _target_='tf2dist[.]", UserWarning):
                 yield Hydra("tf2dist", Loader(source.search_path()))
         finally:
             HydraConfig.instance().cfg = previous
