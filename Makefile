@@ -1,4 +1,4 @@
-# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make versions [ARGS=oldest]   make lint   make docs   make lock   make clean
+# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make versions [ARGS=oldest]   make lint   make docs   make lock   make dist   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: train test slow chaos bench versions lint docs lock clean
+.PHONY: train test slow chaos bench versions lint docs lock dist clean
 
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
@@ -57,6 +57,13 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --compile --require-hashes --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
+
+# The wheel and the source archive, as a package index takes them.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 
 # Needs uv; writes no index address.
 lock:

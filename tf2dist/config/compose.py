@@ -235,7 +235,7 @@ def open_hydra(source: ConfigSource) -> Iterator[Hydra]:
         names = {group: dict(stored.get(group, {})) for group in PLUGIN_GROUPS}
         ConfigStore.instance().store(OPTIONS_NODE, defaults())
         previous, base = HydraConfig.instance().cfg, version.getbase()
-        # The behaviour of Hydra 1.3 depends on this number, without which an older version's would apply; 1.4 warns of it.
+        # Hydra 1.3 behaves as this number says, and without it as an older version; 1.4 warns of the number.
         with without_warnings(".*version_base"):
             version.setbase("1.3")
         try:
