@@ -492,5 +492,5 @@ def test_the_image_is_for_the_user_of_the_manifests() -> None:
     copied = [name for line in re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE) for name in line.split()]
     assert all((REPOSITORY / name).exists() for name in copied), copied
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert {project["readme"], *project["license-files"]} <= set(copied)
+    assert {"pyproject.toml", "setup.py", "README.md", *project["license-files"]} <= set(copied)
     assert f"--tag {JobRequest.image} " in text
