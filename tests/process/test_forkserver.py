@@ -75,6 +75,15 @@ def test_a_fork_server_that_reaches_a_limit_is_not_worth_a_retry(
         wait_for(launcher, Ready)
 
 
+def test_what_is_imported_may_forget_who_is_woken_by_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As asyncio does in each forked process from Python 3.12 on."""
+    forgets = "import os, signal\nos.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))\n"
+    (tmp_path / "forgets.py").write_text(forgets)
+    monkeypatch.syspath_prepend(tmp_path)
+    with Launcher(tmp_path, preload=("forgets",)) as launcher:
+        wait_for(launcher, Ready)
+
+
 @pytest.mark.parametrize("ends", ["by itself", "killed", pytest.param("with its launcher", marks=pytest.mark.slow)])
 def test_a_task_leaves_no_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     folder = tmp_path / "temporary"

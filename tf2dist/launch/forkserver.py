@@ -202,15 +202,15 @@ def serve(sock: socket.socket, wakeup: int) -> int:
             task.close()
 
 
-def woken_by(*signals: int) -> int:
-    """Makes signals wake this process; returns the descriptor that can be read then."""
+def woken_by(*signals: int) -> tuple[int, int]:
+    """Makes signals wake this process; returns the descriptor that can be read then, and that of Python's handler."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     # Python writes to the wakeup descriptor only for signals that have a handler.
     for number in signals:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end)
-    return read_end
+    return read_end, write_end
 
 
 def main(sock: socket.socket, isolate: bool) -> int:
@@ -225,6 +225,6 @@ def main(sock: socket.socket, isolate: bool) -> int:
     # warm process only wakes it.
     linux.set_death_signal(signal.SIGCONT)
     ports = list(range(2222, 2222 + MAX_LOCAL_TASKS)) if isolated else linux.unused_ports(MAX_LOCAL_TASKS)
-    wakeup = woken_by(signal.SIGCHLD)
+    wakeup, _ = woken_by(signal.SIGCHLD)
     poster(sock)(Ready(os.getpid(), isolated, tuple(ports)))
     return serve(sock, wakeup)

@@ -345,8 +345,8 @@ def main() -> None:
     _close_log()
     os.chdir("/")  # a file system may be unmounted
     # From now on the end of its parent only wakes it, since fork servers have tasks to kill before they end.
-    wakeup = forkserver.woken_by(signal.SIGCHLD, signal.SIGCONT)
-    serve_requests(control, wakeup, parent_pid)
+    pipe = forkserver.woken_by(signal.SIGCHLD, signal.SIGCONT)
+    serve_requests(control, pipe, parent_pid)
     os._exit(0)  # without TensorFlow's clean-up: nothing may stay for so long
 
 
@@ -376,15 +376,15 @@ def _close_log() -> None:
     os.close(null)
 
 
-def serve_requests(control: socket.socket, wakeup: int, parent_pid: int) -> None:
+def serve_requests(control: socket.socket, pipe: tuple[int, int], parent_pid: int) -> None:
     """Forks fork servers until nobody can ask for one any more, and the last one has ended.
 
     Args:
-        wakeup: can be read after a signal.
+        pipe: of which the first end can be read after a signal.
         parent_pid: of the process that asks; it has ended if that is not the parent any more.
     """
     servers: dict[int, socket.socket] = {}  # by process id the socket to its launcher
-    is_open = True
+    is_open, (wakeup, _) = True, pipe
     while is_open or servers:
         ready, _, _ = select.select([wakeup, control.fileno()] if is_open else [wakeup], [], [])
         if wakeup in ready:
@@ -401,7 +401,7 @@ def serve_requests(control: socket.socket, wakeup: int, parent_pid: int) -> None
             if not packet:
                 is_open = False
                 continue
-            own = [control.fileno(), wakeup, *(sock.fileno() for sock in servers.values())]
+            own = [control.fileno(), *pipe, *(sock.fileno() for sock in servers.values())]
             servers |= fork_server(descriptors, own)
 
 
@@ -445,7 +445,7 @@ def run_server(sock: socket.socket, log: int, cwd: int, request: int, not_its_ow
     """In the forked child: becomes what a process would be that the launcher has started, and serves."""
     code = 1
     try:
-        os.close(signal.set_wakeup_fd(-1))  # the pipe is the warm process's
+        signal.set_wakeup_fd(-1)  # the pipe is the warm process's
         os.setsid()
         for descriptor in not_its_own:
             os.close(descriptor)
