@@ -273,7 +273,7 @@ def undecayed(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> li
     if callable(excluded):  # Keras 3.16 asks with its own variable, when it builds the optimizer
         return [index for index, variable in enumerate(variables) if excluded(variable)]
     uses = attribute(keras, optimizer, "_use_weight_decay", Callable)
-    # Before it asked with TensorFlow's, whose name is the whole path: `var_names` could be names of layers.
+    # Earlier ones ask with TensorFlow's variable, whose name is the whole path: `var_names` may be names of layers.
     return [index for index, variable in enumerate(variables) if not uses(variable.value)]
 
 
