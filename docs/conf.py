@@ -21,10 +21,12 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 
-napoleon_attr_annotations = False
 default_role = "code"  # docstrings have names in single backticks
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature would be longer than a line, and the docstrings tell the types that matter
+autodoc_typehints = "description"  # with them a signature would be longer than a line
+autodoc_typehints_description_target = "documented"
+# Types of other packages, whose pages are not here, and of parts that have no page.
+nitpick_ignore_regex = [("py:class", r"(?!tf2dist\.).*"), ("py:class", r"tf2dist\.[a-z]\w*\.(?!Splits|Arrays)\w.*")]
 
 html_theme = "furo"
 html_title = f"tf2dist {release}"

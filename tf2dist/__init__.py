@@ -8,6 +8,7 @@ from tf2dist.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    LeaderLostError,
     NotFiniteError,
     TaskFailure,
     TaskLostError,
@@ -31,6 +32,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "DataError",
+    "LeaderLostError",
     "Local",
     "NotFiniteError",
     "Result",
@@ -64,3 +66,7 @@ def __getattr__(name: str) -> Any:
     if name in LATER:
         return getattr(importlib.import_module(LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -119,13 +119,13 @@ class NotFiniteError(TfDistError):
 
 
 class TaskLostError(TfDistError):
-    """Tasks were lost without which the run cannot go on; a retry may help. Exit code 138, or 139 for the leader."""
+    """Tasks were lost without which the run cannot go on; a retry may help. Exit code 138."""
 
     exit_code = 138
 
 
 class LeaderLostError(TaskLostError):
-    """The leader is gone, or did not come."""
+    """The leader is gone, or did not come; a retry may help once it is back. Exit code 139."""
 
     exit_code = 139
 
@@ -162,13 +162,21 @@ class FailureRecord:
     message: str
     details: str = ""
     by_signal: bool = False  # it was killed or lost, so it could write nothing itself
+    kind: str = ""  # the class of the error
 
     @classmethod
     def of(cls, task: str, error: BaseException) -> "FailureRecord":
         if isinstance(error, TfDistError):
-            return cls(task, time.time(), error.exit_code, str(error))
+            return cls(task, time.time(), error.exit_code, str(error), kind=type(error).__name__)
         trace = "".join(traceback.format_exception(error)).rstrip()
-        return cls(task, time.time(), 1, f"{type(error).__name__}: {reason_of(error)}{users_location(error)}", trace)
+        return cls(
+            task,
+            time.time(),
+            1,
+            f"{type(error).__name__}: {reason_of(error)}{users_location(error)}",
+            trace,
+            kind=type(error).__name__,
+        )
 
     @staticmethod
     def path(log_dir: Path, task: str) -> Path:
@@ -184,12 +192,16 @@ class FailureRecord:
 
 
 class TaskFailure(TfDistError):
-    """Tasks of this host failed: the first failure is the cause, the others are its consequences.
+    """Tasks of this host failed, as by an error of your own code in them.
 
-    The exit code is that of the cause.
+    The first failure is the cause, the others are its consequences. The text has the traceback of the cause.
+
+    Attributes:
+        exit_code: that of the cause.
+        records: one for each task that failed, the cause first.
 
     Args:
-        records: one for each task that failed, the cause first.
+        records: the same.
         more: to be added to the line about the first.
     """
 

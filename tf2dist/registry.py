@@ -77,7 +77,8 @@ def register_model(name: str, *, override: bool = False) -> Callable[[Function],
 def register_data(name: str, *, override: bool = False) -> Callable[[Function], Function]:
     """Registers ``function(data_config, **arguments) -> tf2dist.data.Splits``.
 
-    `data_config` has the options ``data.*`` as attributes, such as ``data_config.num_validation``.
+    `data_config` has the options ``data.*`` as attributes, such as ``data_config.num_validation``. The splits are
+    `tf2dist.data.Arrays`. Without ``num_classes=None`` they are taken for a classification of ten classes.
 
     Args:
         name: the value of ``data=`` that chooses it; its arguments are options, as in ``+data.size=1000``.

@@ -197,7 +197,7 @@ def without_batches(shard: tf2dist.Shard) -> tf.data.Dataset:
     ],
 )
 def test_data_that_fails_in_a_worker_is_named(mode: str, load: Any, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(tf2dist.TfDistError) as raised:
+    with pytest.raises(tf2dist.DataError) as raised:
         fit(load, tmp_path / "run", tf2dist.Local(2, 1), mode=mode, steps_per_epoch=100)
     assert f"data ({load.__name__}): {reason}" in str(raised.value).splitlines()[0]
     assert raised.value.exit_code == 2

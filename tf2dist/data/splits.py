@@ -21,27 +21,40 @@ class NoiselessLabels:
 
 @dataclass(frozen=True)
 class Splits:
-    """The data of a run.
+    """The data of a run: what a data function returns.
 
     Attributes:
-        train: has no examples if they come from `stream`.
-        validation: None, or without examples, if there is no such split.
-        test: likewise.
-        num_classes: of a classification; None for other data.
-        stream: yields the training set in batches, for data that do not fit into memory.
-        validation_stream: likewise, instead of `validation`.
-        truth: of the test set of made-up data; `python -m tf2dist.predict` draws it.
-        note: a line about the data that the user is told when a run begins.
+        train: the examples to train on.
+        validation: the examples of the evaluations during the run and at its end; None, or without examples, for none.
+        test: the examples of the evaluation at the end; None, or without examples, for none.
+        num_classes: of a classification, whose `y` holds integers from 0 to `num_classes` - 1: by default the 10 of
+            digits. Give None for all other data, such as those of a regression.
     """
 
     train: Arrays
     validation: Arrays | None = None
     test: Arrays | None = None
     num_classes: int | None = 10
-    stream: Stream | None = None
-    validation_stream: Stream | None = None
-    truth: NoiselessLabels | None = None
-    note: str = ""
+
+    @property
+    def stream(self) -> Stream | None:
+        """The training set in batches, for data that do not fit into memory; `train` has no examples then."""
+        return None
+
+    @property
+    def validation_stream(self) -> Stream | None:
+        """The validation set likewise, instead of `validation`."""
+        return None
+
+    @property
+    def truth(self) -> NoiselessLabels | None:
+        """The origin of a test set that is made up; `python -m tf2dist.predict` draws it."""
+        return None
+
+    @property
+    def note(self) -> str:
+        """A line about the data that the user is told when a run begins."""
+        return ""
 
     @property
     def input_shape(self) -> Any:
@@ -72,10 +85,26 @@ class Splits:
         return {name: len(arrays) for name, arrays in splits.items() if arrays is not None and len(arrays)}
 
 
+@dataclass(frozen=True)
+class StreamedSplits(Splits):
+    """Data of which at least one split comes from a function of the user's."""
+
+    stream: Stream | None = None
+    validation_stream: Stream | None = None
+
+
+@dataclass(frozen=True)
+class MadeUpSplits(Splits):
+    """Data that are drawn at random."""
+
+    truth: NoiselessLabels | None = None
+    note: str = ""
+
+
 def streamed(stream: Stream, validation: Arrays | None, validation_stream: Stream | None = None) -> Splits:
     """The data of a run, without arrays to train on."""
     train = Arrays(*stream.layout.pack(stream.no_examples()))
-    return Splits(train, validation, num_classes=None, stream=stream, validation_stream=validation_stream)
+    return StreamedSplits(train, validation, num_classes=None, stream=stream, validation_stream=validation_stream)
 
 
 def checked(name: str, splits: Splits) -> Splits:

@@ -32,7 +32,7 @@ class Shard:
     Attributes:
         index: of the worker, from 0 to `count` - 1.
         count: the number of workers.
-        seed: of the run, the same for all workers; for a shuffle that is the same when the run goes on.
+        seed: the run's seed, the same on all workers; shuffle with it, so that a resumed run sees the same order.
         batch_size: the examples of a batch that `fit` was asked for.
     """
 

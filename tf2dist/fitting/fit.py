@@ -60,13 +60,22 @@ def fit(arguments: FitArguments) -> Result:
     An epoch is one pass over the data by the whole cluster. With mode="async" a step is one batch of one worker,
     with mode="sync" one batch of each worker, with mode="sync_replicas" as many batches as are aggregated.
 
+    For example, with four workers on this machine::
+
+        result = tf2dist.fit(
+            model, x, y, batch_size=100, epochs=5, validation_split=0.1, mode="sync", cluster=tf2dist.Local(workers=4)
+        )
+        print(result.history["val_accuracy"][-1], result.run_dir)
+        result.model.evaluate(x_test, y_test)
+
     Args:
         model: a compiled model, which is trained in place; or a function without arguments that builds and compiles
             a model, the same one at each call. The function runs in this process and in each task.
-        x, y, sample_weight: arrays [n, ...], or dicts, lists and tuples of them. The tasks map them from files; an
-            array that was mapped with ``numpy.load(file, mmap_mode="r")`` is not copied, the tasks map its file.
+        x: arrays [n, ...], or dicts, lists and tuples of them. The tasks map them from files; an array that was mapped
+            with ``numpy.load(file, mmap_mode="r")`` is not copied, the tasks map its file.
+        y: likewise, what the model should give; None if its losses are its own.
         batch_size: the examples in a batch of one worker; None for Keras's 32.
-        epochs: the epoch before which the training ends, counted from 0 like `initial_epoch`.
+        epochs: how many epochs to train; with `initial_epoch`, the number of the epoch at which to end.
         verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook in a line that changes;
             2: a line for each epoch, as Keras.
         callbacks: called in this thread, between two steps of the cluster. Batch hooks are not called for every
@@ -76,10 +85,12 @@ def fit(arguments: FitArguments) -> Result:
             function like that of `data`, of which each epoch's validation is one pass over all shards.
         shuffle: False: the examples are taken in their order, in every epoch the same.
         class_weight: by class, from 0 on, the weight of its examples in the loss.
+        sample_weight: like `y`, the weight of each example in the loss.
         initial_epoch: the epoch to begin with, counted from 0.
         steps_per_epoch: the global steps of an epoch; None for one pass over the data.
         validation_steps: the batches to validate on; None for all.
-        validation_batch_size: the examples in a batch of the validation; None for as many as are fast.
+        validation_batch_size: the examples in a batch of the validation. None: chosen for speed; it does not change
+            the result.
         validation_freq: the epochs from one validation to the next, or a list of those with one, counted from 1.
         data: instead of x, y and sample_weight, for data that do not fit into memory: a function that gets the
             `tf2dist.Shard` of a worker and returns a `tf.data.Dataset` of batches (x, y) or (x, y, sample_weight).
@@ -100,15 +111,19 @@ def fit(arguments: FitArguments) -> Result:
         options: options of the command line, such as ``{"checkpoint.every_secs": 60}``.
 
     Returns:
-        The trained model, its history, and the content of summary.json.
+        A `tf2dist.Result` with `model`, `history`, `summary` and `run_dir`.
 
     Raises:
-        ConfigError: an argument is wrong or not supported; the message says what to do. Nothing was started. It is a
-            ValueError too.
+        ConfigError: an argument is wrong or not supported; the message says what to do. It is a ValueError too.
         ClusterError: TF_CONFIG, or what another engine has set, is wrong.
         DataError: `data` raises an error, or its batches have no known shape.
+        CheckpointError: `run_dir` holds the run of another model, or only damaged checkpoints.
         NotFiniteError: the loss is not finite, and `TerminateOnNaN` is not among the callbacks.
-        TfDistError: the training failed, or tasks were lost too often.
+        TaskFailure: your code raised an error in a task, as in a layer or a loss. The text has its traceback.
+        TaskLostError: tasks were lost more often than the option ``max_restarts`` allows, or did not come. The same
+            call with the same `run_dir` goes on from the last checkpoint.
+        LeaderLostError: likewise, on a host without the leader: the leader is gone, or did not come.
+        TfDistError: the base of all these; anything else that failed.
         KeyboardInterrupt: of Ctrl-C; the run was saved, and the text says with which `run_dir` it goes on.
         SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
     """

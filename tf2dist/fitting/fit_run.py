@@ -16,7 +16,10 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Layout
 from tf2dist.data.splits import Splits
 from tf2dist.errors import (
+    CheckpointError,
+    ClusterError,
     ConfigError,
+    DataError,
     FitError,
     LeaderLostError,
     NotFiniteError,
@@ -64,10 +67,10 @@ class Result:
     """The result of a run.
 
     Attributes:
-        history: as Keras's `History.history`: for each metric a list with a number for each epoch. Empty on hosts
+        history: a dict of lists, as Keras's `History.history`: for each metric a number for each epoch. Empty on hosts
             without the leader. `history.history` is the same.
-        summary: the content of summary.json; empty on hosts without the leader, and after `TerminateOnNaN` has ended
-            the run.
+        summary: the content of summary.json, of which docs/results.md describes each key; empty on hosts without the
+            leader, and after `TerminateOnNaN` has ended the run.
         run_dir: the directory of the run on this host.
     """
 
@@ -99,7 +102,9 @@ class Result:
 
 
 FolderAndSummary = tuple[Path, dict[str, Any]]  # the run directory and the summary
-# The class of a task's error, of which only the exit code and the text come out of its process.
+# The class of a task's error. Its name comes out of the task's process; of a task on another host, or one that could
+# write nothing, only the exit code does.
+KINDS = {kind.__name__: kind for kind in (CheckpointError, ClusterError, DataError)}
 ERRORS: dict[int, type[TfDistError]] = {
     ConfigError.exit_code: ConfigError,
     NotFiniteError.exit_code: NotFiniteError,
@@ -286,8 +291,8 @@ def identity_of(splits: Splits, plan: EpochPlan) -> dict[str, Any]:
 
 
 def as_public_error(failure: TaskFailure) -> TfDistError:
-    """The failure of tasks as the error class that its exit code stands for, with the same text."""
-    kind = ERRORS.get(failure.exit_code)
+    """The failure of tasks as an error of the class of its cause, with the same text."""
+    kind = KINDS.get(failure.records[0].kind) or ERRORS.get(failure.exit_code)
     return kind(str(failure)) if kind else failure
 
 

@@ -78,10 +78,12 @@ def predict(
         into them stays in memory. On many hosts None where worker 0 is not.
 
     Raises:
-        ConfigError: an argument is wrong or not supported; the message says what to do. Nothing was started. It is a
-            ValueError too.
+        ConfigError: an argument is wrong or not supported; the message says what to do. It is a ValueError too.
+        ClusterError: TF_CONFIG, or what another engine has set, is wrong.
         CheckpointError: the directory holds no model.
-        TfDistError: the prediction failed, or tasks were lost too often.
+        TaskFailure: your code raised an error in a task, as in a layer. The text has its traceback.
+        TaskLostError: tasks were lost more often than the option ``max_restarts`` allows, or did not come.
+        TfDistError: the base of all these; anything else that failed.
         KeyboardInterrupt: of Ctrl-C; what is done is kept, and the text says with which `run_dir` it goes on.
         SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
     """

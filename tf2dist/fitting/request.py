@@ -18,7 +18,7 @@ from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.config.load import load
 from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Layout, have_same_structure
-from tf2dist.data.splits import Splits, streamed
+from tf2dist.data.splits import Splits, StreamedSplits, streamed
 from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
@@ -37,7 +37,7 @@ class Local:
 
     Attributes:
         workers: the number of workers, each a process.
-        ps: the number of parameter servers, not for mode="sync" and predictions.
+        ps: the number of parameter servers; ignored with mode="sync" and by `tf2dist.predict`.
     """
 
     workers: int = 3
@@ -115,9 +115,8 @@ def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tup
     if arguments.is_validated_on_stream:
         leave_gpus_to_tasks()
         first = Shard(0, num_workers, arguments.seed, batch_size)
-        splits = replace(
-            splits, validation_stream=validation_stream(splits.layout, arguments.validation_data, plan, first)
-        )
+        validated_on = validation_stream(splits.layout, arguments.validation_data, plan, first)
+        splits = StreamedSplits(splits.train, None, None, None, splits.stream, validated_on)
     # As in Keras. Without validation_steps None stays: the cluster then validates in batches of whatever size is fast.
     if plan.validation_steps and not plan.validation_batch_size:
         plan = replace(plan, validation_batch_size=batch_size)

@@ -53,7 +53,7 @@ class UnknownCode(ConfigError):
 def load_model(
     run_dir: str | os.PathLike[str], step: int | None = None, custom_objects: Mapping[str, Any] | None = None
 ) -> keras.Model:
-    """The model of a run, compiled with its loss, metrics and optimizer, ready for predict, evaluate and fit.
+    """Loads the model of a run, compiled with its loss, metrics and optimizer, ready for predict, evaluate and fit.
 
     It takes inputs as the run's data has them; images as raw pixels from 0 to 255. No code in the run's files is
     executed, so you give your own classes and functions.
@@ -64,6 +64,9 @@ def load_model(
             weights, which the run has evaluated, or those of the newest checkpoint if the run has not ended.
         custom_objects: your layers, losses, metrics and functions by name; those that are registered with
             `keras.saving.register_keras_serializable` need not be given.
+
+    Returns:
+        A compiled Keras model with the state of its optimizer, so that `fit` goes on where the run has ended.
 
     Raises:
         ConfigError: there is no such folder, or the model needs a class that is not known here, or more memory.
