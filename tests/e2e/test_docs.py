@@ -28,14 +28,19 @@ PROGRAMS = {
 }
 
 
-def run_program(page: str, name: str, folder: Path) -> str:
-    """What a program of a page prints, run in a folder of its own."""
-    (folder / name).write_text(PROGRAMS[page, name])
+def run_program(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a program prints, run in a folder of its own."""
+    (folder / "program.py").write_text(text)
     completed = subprocess.run(
-        [sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120 * slowness(), check=False
+        [sys.executable, "program.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120 * slowness(),
+        check=False,
     )
     assert completed.returncode == 0, completed.stderr
-    return completed.stdout
+    return completed
 
 
 @pytest.mark.slow
@@ -53,17 +58,40 @@ def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     [("README.md", "train.py"), pytest.param("docs/fit.md", "table.py", marks=pytest.mark.slow)],
 )
 def test_the_examples_of_a_call_from_python(page: str, name: str, tmp_path: Path) -> None:
-    mae, steps = run_program(page, name, tmp_path).splitlines()[0].split()
+    completed = run_program(PROGRAMS[page, name], tmp_path)
+    mae, steps = completed.stdout.splitlines()[0].split()
     # What a model that always answers 0 gets is 1.4; how far below it an asynchronous run comes varies with its timing.
     assert float(mae) < 0.5
     assert int(steps) % 27 == 0, "an epoch is one pass over the data by the whole cluster"
     (model,) = tmp_path.rglob("model.keras")
     assert model.with_name("training.png").is_file()
+    if page == "README.md":
+        (shown,) = [block.text for block in BLOCKS if block.page == page and block.text.startswith("fit: starting")]
+        assert set(without_numbers(shown)) <= set(without_numbers(completed.stderr))
+
+
+def without_numbers(text: str) -> list[str]:
+    return [re.sub(r"\d+\.\d+", "N", line) for line in text.splitlines()]
+
+
+def test_the_first_change_of_the_readme_leads_from_keras_to_a_cluster(tmp_path: Path) -> None:
+    """Its first program with the change taken back is one of Keras alone."""
+    (diff,) = [block.text for block in BLOCKS if block.page == "README.md" and block.language == "diff"]
+    program = PROGRAMS["README.md", "train.py"]
+    before, after = (re.findall(rf"^\{sign}(.+)$", diff, re.MULTILINE) for sign in "-+")
+    for line in after:
+        assert line in program
+        program = program.replace(line, before[0] if "fit(" in line else "")
+    program = re.sub(r"^print\(result.*$", "", program, flags=re.MULTILINE)
+    assert "tf2dist" not in program
+    assert run_program(program, tmp_path).stdout
 
 
 @pytest.mark.slow
 def test_the_example_of_a_stream(tmp_path: Path) -> None:
-    assert len(json.loads(run_program("docs/fit.md", "stream.py", tmp_path))) == 5, "a loss for each epoch"
+    assert len(json.loads(run_program(PROGRAMS["docs/fit.md", "stream.py"], tmp_path).stdout)) == 5, (
+        "a loss for each epoch"
+    )
 
 
 FOLDER = REPOSITORY / "docs/four_ideas"

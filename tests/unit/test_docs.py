@@ -10,6 +10,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 
 from tests.conftest import BLOCKS, PAGES, REPOSITORY
+from tests.pictures import drawings
 from tf2dist import doctor, render
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
 from tf2dist.config.schema import OPTIONS
@@ -123,6 +124,12 @@ def test_the_front_page_leads_to_every_page() -> None:
         paths = {str(path.resolve().relative_to(REPOSITORY)) for path in links}
         found |= paths & set(PAGES)
     assert reached == set(PAGES)
+
+
+@pytest.mark.parametrize("name", drawings())
+def test_the_drawings_are_what_is_drawn(name: str) -> None:
+    """Of the figures in bench.json; `python -m tests.pictures` draws them anew."""
+    assert (REPOSITORY / "docs/pictures" / name).read_text() == drawings()[name]
 
 
 def test_every_file_that_is_named_exists() -> None:

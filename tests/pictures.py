@@ -1,0 +1,184 @@
+"""The drawings of README.md and README.zh.md: `python -m tests.pictures` writes them into docs/pictures.
+
+They are SVG with a background of their own, so that they can be read on a light and on a dark page, and follow the
+reader's system where the viewer says which of the two it is.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+DOCS = Path(__file__).parents[1] / "docs"
+STYLE = """<style>
+  svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --box: #f0f3f6; --edge: #8c959f; --blue: #0969da;
+        --orange: #bc4c00 }
+  @media (prefers-color-scheme: dark) {
+    svg { --paper: #151b23; --ink: #f0f6fc; --faint: #9198a1; --box: #262c36; --edge: #656c76; --blue: #4493f8;
+          --orange: #f0883e }
+  }
+  text { fill: var(--ink); font: 14px system-ui, "Noto Sans", "Noto Sans CJK SC", sans-serif }
+  .title { font-weight: 600 } .small { font-size: 12px; fill: var(--faint) } .middle { text-anchor: middle }
+  .end { text-anchor: end } .box { fill: var(--box); stroke: var(--edge) } .paper { fill: var(--paper) }
+  .line { stroke: var(--edge); fill: none; stroke-width: 1.5 } .dashed { stroke-dasharray: 4 4 }
+  .gradient { stroke: var(--orange) } .variables { stroke: var(--blue) }
+  .alike, .variables-tip { fill: var(--blue) } .delayed, .gradient-tip { fill: var(--orange) }
+  .dashed-tip { fill: var(--edge) }
+</style>"""
+# A marker for each colour: not every browser gives a marker the colour of its line.
+TIP = """<marker id="{0}-tip" class="{0}-tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"
+  orient="auto-start-reverse"><path d="M0 0 8 4 0 8z"/></marker>"""
+
+
+class Words(NamedTuple):
+    """The texts of the drawings in one language."""
+
+    async_title: str
+    sync_title: str
+    chief: str
+    worker: str
+    ps: str
+    pull: str
+    push: str
+    copy: str
+    all_reduce: str
+    rates_title: str
+    alike: str
+    delayed: str
+    backup: str
+    rates_note: str
+
+
+ENGLISH = Words(
+    async_title="mode=async: each worker at its own pace",
+    sync_title="mode=sync: all workers take each step together",
+    chief="schedules steps, evaluates, saves",
+    worker="computes gradients",
+    ps="variables, optimizer, step count",
+    pull="pull variables",
+    push="push gradients",
+    copy="copy of the model",
+    all_reduce="all-reduce: the mean of all gradients",
+    rates_title="Four workers, thousands of examples a second",
+    alike="all equally fast",
+    delayed="one takes six times as long",
+    backup="with 1 backup",
+    rates_note="softmax, batches of 100, each step delayed by 50 ms (the slow worker's by 300 ms)",
+)
+CHINESE = Words(
+    async_title="mode=async：各工作节点按自己的速度训练",
+    sync_title="mode=sync：每一步由所有工作节点共同完成",
+    chief="分派步骤、评估、保存",
+    worker="计算梯度",
+    ps="变量、优化器、步数",
+    pull="拉取变量",
+    push="推送梯度",
+    copy="完整的模型副本",
+    all_reduce="all-reduce：求所有梯度的平均",
+    rates_title="四个工作节点，每秒训练的样本数（千）",
+    alike="速度相同",
+    delayed="其中一个用时为六倍",
+    backup="1 个备用节点",
+    rates_note="softmax，批次 100，每步延迟 50 毫秒（慢节点 300 毫秒）",
+)
+
+
+def _svg(width: int, height: int, title: str, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    paper = f'<rect class="paper" width="{width}" height="{height}" rx="8"/>'
+    tips = [
+        TIP.format(kind)
+        for kind in ("variables", "gradient", "dashed")
+        if any(f"#{kind}-tip" in part for part in parts)
+    ]
+    lines = [f'{head} role="img">', f"<title>{escape(title)}</title>", STYLE, *tips, paper, *parts, "</svg>"]
+    return "\n".join(lines) + "\n"
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(text)}</text>'
+
+
+def _box(x: float, y: float, width: float, name: str, says: str) -> str:
+    middle = x + width / 2
+    rectangle = f'<rect class="box" x="{x:g}" y="{y:g}" width="{width:g}" height="48" rx="6"/>'
+    return rectangle + _text(middle, y + 20, name, "title middle") + _text(middle, y + 38, says, "small middle")
+
+
+def _line(points: str, kind: str, ends: tuple[str, ...] = ("end",)) -> str:
+    tips = " ".join(f'marker-{end}="url(#{kind}-tip)"' for end in ends)
+    return f'<polyline points="{points}" class="line {kind}" {tips}/>'
+
+
+def async_drawing(words: Words) -> str:
+    """Workers that pull variables from the ps and push gradients to it, and the chief that schedules them."""
+    parts = [_text(16, 26, words.async_title, "title"), _box(80, 44, 250, "chief-0", words.chief)]
+    for index, x in enumerate((10, 142, 274)):
+        parts.append(_line(f"205,92 205,108 {x + 63},108 {x + 63},124", "dashed"))
+        parts.append(_box(x, 126, 126, f"worker-{index}", words.worker))
+        parts.append(_line(f"{x + 43},248 {x + 43},178", "variables"))
+        parts.append(_line(f"{x + 83},174 {x + 83},244", "gradient"))
+    parts.append(_box(10, 248, 390, "ps-0", words.ps))
+    for x, name, kind in ((16, words.pull, "variables"), (150, words.push, "gradient")):
+        parts.append(_line(f"{x},318 {x + 28},318", kind))
+        parts.append(_text(x + 36, 322, name, "small"))
+    return _svg(410, 336, words.async_title, parts)
+
+
+def sync_drawing(words: Words) -> str:
+    """Workers that all hold the model and take the mean of their gradients."""
+    both = ("start", "end")
+    parts = [_text(16, 26, words.sync_title, "title")]
+    for index, (x, y) in enumerate(((142, 60), (10, 210), (274, 210))):
+        parts.append(_box(x, y, 126, f"worker-{index}", words.copy))
+    parts += [_line(points, "gradient", both) for points in ("166,112 96,206", "244,112 314,206", "140,234 270,234")]
+    parts += [_line("16,318 44,318", "gradient", both), _text(52, 322, words.all_reduce, "small")]
+    return _svg(410, 336, words.sync_title, parts)
+
+
+def rates(bench: Path) -> dict[str, tuple[float, float]]:
+    """By mode, thousands of examples a second of four workers: all alike, and with one that is slower.
+
+    A step trains on a batch of 100 of each worker in sync, of the first three in sync_replicas, of one in async.
+    """
+    rows = {row["name"]: row["medians"] for row in json.loads(bench.read_text())["comparisons"]}
+    batches = {"sync": 4, "sync_replicas": 3, "async": 1}
+    medians = {mode: rows[f"straggler {mode}"] for mode in batches}
+    return {
+        mode: (row["alike"] * batches[mode] / 10, row["delayed"] * batches[mode] / 10) for mode, row in medians.items()
+    }
+
+
+def rates_drawing(words: Words, bench: Path) -> str:
+    """Two bars for each mode."""
+    parts = [_text(16, 26, words.rates_title, "title")]
+    for x, name, kind in ((16, words.alike, "alike"), (170, words.delayed, "delayed")):
+        parts.append(f'<rect class="{kind}" x="{x}" y="41" width="12" height="12" rx="2"/>{_text(x + 18, 52, name)}')
+    for index, (mode, pair) in enumerate(rates(bench).items()):
+        y = 72 + 54 * index
+        if mode == "sync_replicas":
+            parts += [_text(124, y + 14, mode, "end"), _text(124, y + 30, words.backup, "small end")]
+        else:
+            parts.append(_text(124, y + 22, mode, "end"))
+        for row, (rate, kind) in enumerate(zip(pair, ("alike", "delayed"), strict=True)):
+            width = 48 * rate
+            parts.append(f'<rect class="{kind}" x="136" y="{y + 20 * row}" width="{width:.1f}" height="17" rx="2"/>')
+            parts.append(_text(136 + width + 8, y + 14 + 20 * row, f"{rate:.1f}"))
+    parts.append(_text(16, 246, words.rates_note, "small"))
+    return _svg(560, 260, words.rates_title, parts)
+
+
+def drawings() -> dict[str, str]:
+    """By name of the file, its content."""
+    bench = DOCS / "bench.json"
+    found = {}
+    for suffix, words in (("", ENGLISH), (".zh", CHINESE)):
+        found[f"async{suffix}.svg"] = async_drawing(words)
+        found[f"sync{suffix}.svg"] = sync_drawing(words)
+        found[f"stragglers{suffix}.svg"] = rates_drawing(words, bench)
+    return found
+
+
+if __name__ == "__main__":
+    for name, content in drawings().items():
+        (DOCS / "pictures" / name).write_text(content)
