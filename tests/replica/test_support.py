@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import PAGES, REPOSITORY
 from tf2dist.model import features, support
 from tf2dist.model.features import Feature
+from tf2dist.model.support import COLUMNS
 
 # Refusals that say nothing of a way of training, by how they begin.
 OTHERS = (
@@ -17,26 +18,30 @@ OTHERS = (
 )
 
 
-def rows() -> list[str]:
-    """The rows of the table in docs/fit.md: features that the same ways refuse stand together."""
-    refused_by: dict[str, list[str]] = {}
-    for way in support.WAYS:
-        for feature in way.refuses:
-            ways = refused_by.setdefault(feature.shown, [])
-            if way.where not in ways:
-                ways.append(way.where)
-    together: dict[str, list[str]] = {}
-    for shown, ways in refused_by.items():
-        together.setdefault(", ".join(ways), []).append(shown)
-    return [f"| {where} | {'; '.join(shown)} |" for where, shown in together.items()]
+def works(feature: Feature) -> dict[str, str]:
+    """By column of the table in docs/modes.md where a feature works."""
+    refused = [feature, *([feature.case_of] if feature.case_of else [])]
+    ways = [way.works for way in support.WAYS if any(one in way.refuses for one in refused)]
+    found = {column: dict.fromkeys(works[column] for works in ways if column in works) for column in COLUMNS}
+    return {column: "no" if "no" in cells else ", ".join(cells) or "yes" for column, cells in found.items()}
+
+
+def table() -> tuple[list[str], list[str]]:
+    """The rows of the table in docs/modes.md, and the lines of the list of what works in no column."""
+    shown = list(dict.fromkeys(feature for way in support.WAYS for feature in way.refuses))
+    shown.sort(key=list(vars(features).values()).index)
+    cells = {feature.shown: list(works(feature).values()) for feature in shown}
+    rows = [f"| {name} | {' | '.join(row)} |" for name, row in cells.items() if set(row) != {"no"}]
+    return rows, [f"* {name}" for name, row in cells.items() if set(row) == {"no"}]
 
 
 def test_the_page_shows_the_table() -> None:
-    section = PAGES["docs/fit.md"].partition("## What is refused")[2].partition("\n## ")[0]
-    lines = section.splitlines()
-    begin = lines.index("| where | refused |") + 2
-    table = lines[begin : lines.index("", begin)]
-    assert [line for line in table if not line.startswith(("| arrays |", "| callbacks |", "| GPUs |"))] == rows()
+    lines = PAGES["docs/modes.md"].splitlines()
+    rows, nowhere = table()
+    begin = lines.index(f"| a model with | {' | '.join(f'`{column}`' for column in COLUMNS)} |") + 2
+    assert lines[begin : lines.index("", begin)] == rows
+    begin = lines.index(nowhere[0])
+    assert lines[begin : lines.index("", begin)] == nowhere
 
 
 def test_every_feature_is_refused_somewhere() -> None:
@@ -47,7 +52,7 @@ def test_every_feature_is_refused_somewhere() -> None:
     assert {name for name in ways if getattr(support, name) not in support.WAYS} == set()
 
 
-@pytest.mark.parametrize("way", support.WAYS, ids=lambda way: way.where)
+@pytest.mark.parametrize("way", support.WAYS, ids=str)
 def test_each_refusal_has_a_way_out(way: support.Way) -> None:
     facts = {"compute": "compute it from", "last_batch": 2, "num_workers": 3}
     for feature in way.refuses:

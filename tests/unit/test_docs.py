@@ -13,7 +13,7 @@ from tests.conftest import BLOCKS, PAGES, REPOSITORY
 from tests.pictures import drawings
 from tf2dist import doctor, render
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
-from tf2dist.config.schema import OPTIONS
+from tf2dist.config.schema import MODES, OPTIONS
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.tools.comparing.matrix import PARSERS
 
@@ -74,6 +74,19 @@ def test_the_choices_are_those_in_conf() -> None:
 def test_the_default_length_of_a_training() -> None:
     text = f"{DEFAULT_EPOCHS['mnist']:g} passes over MNIST, {DEFAULT_EPOCHS['digits']:g} over digits"
     assert text in LISTED["train.epochs"][1]
+
+
+def test_the_modes_have_the_options_that_their_page_says() -> None:
+    """In the rows that name one; the last column is mode=sync with algorithm=local_sgd."""
+    section = PAGES["docs/modes.md"].partition("## What each mode supports")[2]
+    rows = re.findall(r"^\| .*\(`(\w+\.\w+)`\) \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 4
+    chosen = [{"mode": mode, "algorithm.kind": "plain"} for mode in MODES]
+    chosen.append({"mode": "sync", "algorithm.kind": "local_sgd"})
+    for name, cells in rows:
+        conditions = [one for one in OPTIONS[name].only_for if one.option in chosen[0]]
+        refused = [not all(one.holds(None, choices[one.option]) for one in conditions) for choices in chosen]
+        assert [cell.startswith("no") for cell in cells.split(" | ")] == refused, name
 
 
 # sh is for commands alone, console and pycon for commands with what they print, text for what is neither.

@@ -36,13 +36,15 @@ class Feature:
     Attributes:
         of: what `find` takes: "model", a model; "step", a `Step`; "losses", a `CompiledStep`; "train_step", an
             `OwnStep`; "optimizer", a `Trained`.
-        shown: in docs/fit.md.
+        shown: in docs/modes.md.
         find: what has the feature, such as the path of a variable; None if nothing has it.
+        case_of: a feature that everything with this one has, too.
     """
 
     of: str
     shown: str
     find: Callable[[Any], str | None]
+    case_of: "Feature | None" = None
 
 
 def _first(found: Iterable[keras.Variable]) -> str | None:
@@ -72,6 +74,7 @@ CONSTRAINT_OF_PARTS = Feature(
     "model",
     "constraints of variables that are cut",
     lambda model: _first(v for v in model.trainable_variables if v.constraint is not None and len(parts_of(v)) > 1),
+    CONSTRAINT,
 )
 SYNCHRONIZED = Feature(
     "model",
@@ -158,20 +161,22 @@ ASSIGNED = Feature(
     "layers that assign trained variables, such as SpectralNormalization",
     lambda step: _first(step.trace.assigned),
 )
-REPEATS = Feature(
-    "train_step",
-    "a `train_step` that applies an optimizer, or trains a variable, more than once",
-    lambda step: _when(step.is_in_phases and step.repeats),
-)
 IN_PHASES = Feature(
     "train_step",
     "a `train_step` that goes on with what it has updated",
     lambda step: _when(step.is_in_phases),
 )
+REPEATS = Feature(
+    "train_step",
+    "such a `train_step` that applies an optimizer, or trains a variable, more than once",
+    lambda step: _when(step.is_in_phases and step.repeats),
+    IN_PHASES,
+)
 ASSIGNED_UPDATED = Feature(
     "train_step",
-    "a `train_step` that goes on with what it has updated, and assigns it, too",
+    "such a `train_step` that also assigns what it has updated",
     lambda step: _first(step.trace.assigned) if step.is_in_phases else None,
+    IN_PHASES,
 )
 UNSIGNED = Feature("step", "untrained weights of type bool or unsigned integers", lambda step: _unsigned_of(step.state))
 NOT_MEAN = Feature("step", 'weights with an aggregation other than `"mean"`', _not_mean)
@@ -196,7 +201,7 @@ STATE_SUM = Feature(
 STATE_NO_MEAN = Feature(
     "step",
     "a weight that takes from a batch neither a mean nor a sum, such as a largest value or a queue, unless it is "
-    '[gathered](modes.md#sync) or has `aggregation="mean"`',
+    '[gathered](#sync) or has `aggregation="mean"`',
     _run_elsewhere,
 )
 

@@ -1,7 +1,7 @@
 """Support of models: what each way of training refuses of a model and its optimizer, why, and the way out.
 
-A way of training is a mode, an algorithm or an option. Each has a table of the features that it refuses; docs/fit.md
-shows all of them. `model_checks` finds those features that only show when a step is run.
+A way of training is a mode, an algorithm or an option. Each has a table of the features that it refuses; docs/modes.md
+shows all of them in one table. `model_checks` finds those features that only show when a step is run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,21 @@ from tf2dist.model.own_step import OwnStep
 from tf2dist.model.scopes import WAY_OUT
 from tf2dist.model.step import Step
 
+# The columns of the table in docs/modes.md: the modes, and mode=sync with algorithm=local_sgd.
+COLUMNS = ("async", "sync", "sync_replicas", "local_sgd")
+NOWHERE = dict.fromkeys(COLUMNS, "no")
+
 
 class Way(NamedTuple):
     """A way of training, with the features that it refuses.
 
     Attributes:
-        where: its name in docs/fit.md.
+        works: by column of docs/modes.md where what it refuses works all the same, such as "one ps"; "no" for nowhere.
         option: that chooses it.
         refuses: by feature the reason and the way out, in which {it} is what has the feature, and {option} the option.
     """
 
-    where: str
+    works: Mapping[str, str]
     option: str
     refuses: dict[Feature, str]
 
@@ -87,7 +91,7 @@ TAKES_MEAN = (
 )
 
 COMPILED = Way(
-    "all modes",
+    NOWHERE,
     "",
     {
         features.EAGER: (
@@ -97,7 +101,7 @@ COMPILED = Way(
     },
 )
 BUILT = Way(
-    "all modes",
+    NOWHERE,
     "",
     {
         features.NOTHING_TRAINED: "has no trainable variables; make some of them trainable",
@@ -107,7 +111,7 @@ BUILT = Way(
     },
 )
 ALL = Way(
-    "all modes",
+    NOWHERE,
     "",
     {
         features.MADE_LATE: (
@@ -131,7 +135,7 @@ ALL = Way(
     },
 )
 ASYNC = Way(
-    "async",
+    {"async": "no"},
     "mode=async",
     {
         features.LOSS_SCALE: SCALED,
@@ -155,9 +159,9 @@ ASYNC = Way(
         ),
     },
 )
-SYNC = Way("sync", "mode=sync", {features.UNSIGNED: NO_MEAN_OF_TYPE})
+SYNC = Way({"sync": "no", "local_sgd": "no"}, "mode=sync", {features.UNSIGNED: NO_MEAN_OF_TYPE})
 SYNC_IN_PHASES = Way(
-    "sync",
+    {"sync": "no"},
     "mode=sync",
     {
         features.ASSIGNED_UPDATED: (
@@ -167,7 +171,7 @@ SYNC_IN_PHASES = Way(
 )
 # Replicas that share a step, where the gradient over a whole step must follow from the gradients of the replicas.
 SEVERAL = Way(
-    "sync with several workers, sync_replicas",
+    {"sync": "one worker", "sync_replicas": "no", "local_sgd": "one worker"},
     "",
     {
         # A mean is weighted by the replica's share of the step, a sum is not: their total is neither.
@@ -200,12 +204,12 @@ SEVERAL = Way(
     },
 )
 SYNC_REPLICAS = Way(
-    "sync_replicas",
+    {"sync_replicas": "no"},
     "mode=sync_replicas",
     {features.LOSS_SCALE: SCALED, features.IN_PHASES: AT_THE_END, features.UNSIGNED: NO_MEAN_OF_TYPE},
 )
 SEVERAL_REPLICAS = Way(
-    "sync_replicas",
+    {"sync_replicas": "no"},
     "mode=sync_replicas",
     {
         features.PARTS: (
@@ -217,7 +221,7 @@ SEVERAL_REPLICAS = Way(
     },
 )
 LOCAL_SGD = Way(
-    "local_sgd",
+    {"local_sgd": "no"},
     "algorithm=local_sgd",
     {
         features.LOSS_SCALE: SCALED,
@@ -228,9 +232,9 @@ LOCAL_SGD = Way(
         ),
     },
 )
-SEVERAL_LOCAL = Way("local_sgd", "algorithm=local_sgd", {features.NOT_MEAN: TAKES_MEAN})
+SEVERAL_LOCAL = Way({"local_sgd": "one worker"}, "algorithm=local_sgd", {features.NOT_MEAN: TAKES_MEAN})
 LOCAL_SGD_ON_STREAMS = Way(
-    "local_sgd with `data=`",
+    {"local_sgd": "arrays"},
     "algorithm=local_sgd",
     {
         # From its own batch a worker can estimate the sum over those of a step only if it knows the others' sizes.
@@ -241,7 +245,7 @@ LOCAL_SGD_ON_STREAMS = Way(
     },
 )
 OUTER_STEPS = Way(
-    "local_sgd with outer steps",
+    {"local_sgd": "no outer steps"},
     "algorithm=local_sgd",
     {
         features.FINAL_WEIGHTS: (
@@ -251,12 +255,12 @@ OUTER_STEPS = Way(
     },
 )
 SEVERAL_PS = Way(
-    "several ps",
+    {"async": "one ps", "sync_replicas": "one ps"},
     "",
     {features.OWN_APPLY: "{it} of its own, and would get only the variables of one ps there; use one ps, or mode=sync"},
 )
 SYNC_REPLICAS_ON_SEVERAL_PS = Way(
-    "sync_replicas with several ps",
+    {"sync_replicas": "one ps"},
     "mode=sync_replicas",
     {
         features.GLOBAL_CLIPNORM: (
@@ -266,7 +270,7 @@ SYNC_REPLICAS_ON_SEVERAL_PS = Way(
     },
 )
 PARTITIONED = Way(
-    "`cluster.placement=partitioned`",
+    {"async": "not cut", "sync_replicas": "not cut"},
     "cluster.placement=partitioned",
     {
         features.NOT_ELEMENTWISE: (
@@ -283,7 +287,7 @@ PARTITIONED = Way(
     },
 )
 XLA = Way(
-    "`devices.xla=true`",
+    {"sync": "no XLA"},
     "devices.xla=true",
     {
         features.IN_PHASES: (
@@ -294,7 +298,7 @@ XLA = Way(
 )
 # XLA cannot compile an all-reduce.
 XLA_ON_SEVERAL = Way(
-    "`devices.xla=true` with several synchronous workers",
+    {"sync": "one worker or no XLA", "local_sgd": "one worker or no XLA"},
     "devices.xla=true",
     {
         features.SYNCHRONIZED: (
@@ -307,7 +311,7 @@ XLA_ON_SEVERAL = Way(
 )
 # A worker without an example computes one of padding, with weight 0. A synchronized layer would count it like others.
 UNEVEN = Way(
-    "sync with fewer examples in the last step than workers",
+    {"sync": "full last step"},
     "mode=sync",
     {
         features.SYNCHRONIZED: (
@@ -317,7 +321,7 @@ UNEVEN = Way(
     },
 )
 INIT_FROM = Way(
-    "`init_from`",
+    dict.fromkeys(COLUMNS, "no `init_from`"),
     "init_from",
     {
         features.SCHEDULE_FREE: (
