@@ -1,6 +1,7 @@
 """Each option is declared once: conf/ chooses and overrides, and values get the types of the schema."""
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -102,6 +103,16 @@ def test_help_lists_every_option_and_choice() -> None:
         assert sum(line.startswith(f"  {name}=") for line in lines) == (not option.is_choice), name
     for group in groups():
         assert any(line.split() == [group, *", ".join(groups()[group]).split()] for line in lines), group
+
+
+def test_help_begins_with_the_run_and_the_training() -> None:
+    """Those of the places of tasks, of which a local run needs none, come later."""
+    options = re.findall(r"^  (\w+(?:\.\w+)?)=", help_text(120).partition("Options,")[2], re.MULTILINE)
+    assert options[:2] == ["run_dir", "seed"]
+    sections = list(dict.fromkeys(name.rpartition(".")[0] for name in options))
+    assert sections[:2] == ["", "train"]
+    assert sections.index("optimizer") < sections.index("cluster") < sections.index("task")
+    assert [name for name, option in OPTIONS.items() if not option.help and not option.is_choice] == []
 
 
 @pytest.mark.parametrize(

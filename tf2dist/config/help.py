@@ -34,20 +34,28 @@ The flags are those of Hydra, https://hydra.cc. A value may refer to other optio
 and to environment variables, as in ${oc.env:HOME}.
 python -m tf2dist.doctor, with the same arguments, trains nothing and reports what would prevent the run.
 """
-# "": the options outside of all sections.
-SECTIONS = ("task", "keras", "", "cluster", "algorithm", "train", "sync_replicas", "checkpoint", "devices", "simulate")
+CHOICES = ("mode", "cluster", "data", "model", "optimizer", "algorithm", "experiment")
+# The order of the options: what everybody looks for comes first. "": those outside of all sections.
+SECTIONS = (
+    *("", "train", "sync_replicas", "checkpoint", "data", "model", "optimizer", "algorithm"),
+    *("cluster", "task", "devices", "keras", "simulate"),
+)
 OPTION_CHARS = 36  # wider names are rare; they get a line of their own
 
 
 def help_text(line_chars: int) -> str:
     """The whole text; descriptions are wrapped at `line_chars` characters."""
-    choices = [f"  {group:10} {', '.join(groups()[group])}\n" for group in sorted(groups())]
-    descriptions = [row for section in SECTIONS for row in _of_section(section)]
+    choices = [f"  {group:10} {', '.join(groups()[group])}\n" for group in CHOICES]
     config = RunConfig()
     defaults = {"data": config.data.name, "model": config.model["name"], "optimizer": config.optimizer["name"]}
-    # The default choice first, since its values are those that apply if nothing is given.
-    for group, default in defaults.items():
-        descriptions += _of_choices(group, sorted(groups()[group], key=lambda name: name != default))
+    descriptions = []
+    for section in SECTIONS:
+        if default := defaults.get(section):
+            # The default choice first, since its values are those that apply if nothing is given.
+            names = [default, *(name for name in sorted(groups()[section]) if name != default)]
+            descriptions += _of_choices(section, names)
+        else:
+            descriptions += _of_section(section)
     rows = [_row(option, text, line_chars) + "\n" for option, text in descriptions]
     return "".join([HEAD, *choices, "\nOptions, as name=value, with their defaults:\n", *rows, TAIL])
 

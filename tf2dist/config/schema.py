@@ -243,7 +243,7 @@ class DataConfig:
     num_validation: int = option(
         0, at_least(0), help="how many of the first training examples are held out for validation", scope="job"
     )
-    download_timeout_secs: float = option(300.0, *SECS)
+    download_timeout_secs: float = option(300.0, *SECS, help="how long a download of the data may take")
     # Those of a choice, or of a plugin's data.
     arguments: dict[str, Any] = field(default_factory=dict, metadata=CATCH_ALL)
 
@@ -261,7 +261,7 @@ class TrainConfig:
         help="passes of the whole cluster over the training set; both null: the default of the data",
         fit="epochs",
     )
-    batch_size_per_worker: int = option(100, *COUNT, fit="batch_size")
+    batch_size_per_worker: int = option(100, *COUNT, help="examples in a batch of one worker", fit="batch_size")
     log_every_steps: int = option(100, *COUNT, help="interval of a worker's log lines, in its own steps")
     eval_every_steps: int | None = option(
         None,
@@ -393,20 +393,27 @@ class RunConfig:
     devices: DevicesConfig = section(DevicesConfig, "job")
     keras: KerasConfig = section(KerasConfig, "job", fit=COMMAND_LINE)
     simulate: SimulateConfig = section(SimulateConfig, "job")
-    # Each host may have the files elsewhere; what they hold is compared.
-    plugins: list[str] = option(
-        [],
-        help="Python files that register your own models, data or optimizers",
-        scope="host",
-        fit=COMMAND_LINE,
-        is_text=True,
-    )
     run_dir: str | None = option(
         None,
         IS_FOLDER_NAME,
         help="the directory of the run; an existing run is continued; null: outputs/DATE_TIME-MODE-MODEL",
         scope="host",
         fit="run_dir",
+        is_text=True,
+    )
+    seed: int = option(
+        0,
+        between(0, 2**31 - 1),
+        help="the seed of everything random: weights, shuffling, dropout",
+        scope="job",
+        fit="seed",
+    )
+    # Each host may have the files elsewhere; what they hold is compared.
+    plugins: list[str] = option(
+        [],
+        help="Python files that register your own models, data or optimizers",
+        scope="host",
+        fit=COMMAND_LINE,
         is_text=True,
     )
     init_from: str | None = option(
@@ -425,13 +432,6 @@ class RunConfig:
         scope="job",
         fit=COMMAND_LINE,
         is_text=True,
-    )
-    seed: int = option(
-        0,
-        between(0, 2**31 - 1),
-        help="the seed of everything random: weights, shuffling, dropout",
-        scope="job",
-        fit="seed",
     )
     profile: bool = option(False, help="profile two seconds of the training, for TensorBoard", scope="host")
     figure: bool = option(
