@@ -46,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Into build/docs/index.html; runs the page that is a notebook. A warning, as of a link that leads nowhere, is an error.
+# Into build/docs/README.html; runs the page that is a notebook. A warning, as of a link that leads nowhere, is an error.
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -c docs . build/docs
 

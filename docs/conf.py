@@ -10,7 +10,7 @@ project = "tf2dist"
 release = __version__
 # The source folder is the whole repository, so that a link between pages is the same here and on a code host.
 include_patterns = ["*.md", "docs/**.md", "tests/FAILURE_MODES.md"]
-root_doc = "docs/index"
+root_doc = "README"
 nitpicky = True
 smartquotes_action = "D"  # quotes in sentences are often those of Python
 
@@ -41,9 +41,16 @@ copybutton_line_continuation_character = "\\"
 def redirect_from_the_top(app: Sphinx, error: Exception | None) -> None:
     """A file of the usual name at the top of what is built."""
     if not error:
-        text = '<!DOCTYPE html>\n<meta http-equiv="refresh" content="0; url=docs/index.html">\n'
+        text = '<!DOCTYPE html>\n<meta http-equiv="refresh" content="0; url=README.html">\n'
         (Path(app.outdir) / "index.html").write_text(text)
 
 
+def add_menu(app: Sphinx, page: str, source: list[str]) -> None:
+    """The front page's list of all pages, which a code host would show as text."""
+    if page == root_doc:
+        source[0] += (Path(app.confdir) / "menu.txt").read_text()
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_menu)
     app.connect("build-finished", redirect_from_the_top)

@@ -98,7 +98,7 @@ def seen(website: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 def test_every_page_is_built(website: Path) -> None:
     assert [page for page in PAGES if not (website / page).with_suffix(".html").is_file()] == []
-    assert 'url=docs/index.html"' in (website / "index.html").read_text()
+    assert 'url=README.html"' in (website / "index.html").read_text()
 
 
 def test_the_notebook_shows_what_it_has_computed(website: Path) -> None:
