@@ -33,7 +33,7 @@ html_title = f"tf2dist {release}"
 html_copy_source = False
 html_show_copyright = False
 html_use_index = html_domain_indices = False  # all names are on one page
-copybutton_prompt_text = r"(?:host\d)?\$ |>>> |\.\.\. "
+copybutton_prompt_text = r"\w*\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 copybutton_line_continuation_character = "\\"
 

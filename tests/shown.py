@@ -7,7 +7,7 @@ MOMENT = r"\d{8}_\d{6}|\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d"  # in the name of a direc
 NUMBER = r"\d(?:[\d,.:]*\d)?"
 TOKEN = re.compile(rf"(?P<anything>\.\.\.)|(?P<space>\s+)|(?P<moment>{MOMENT})|(?P<number>{NUMBER})")
 # Numbers that differ from run to run, by the words before or after them.
-FREE_AFTER = re.compile(r"(\b|_)(step|staleness|at most|pid|done in)[ =]$")
+FREE_AFTER = re.compile(r"(\b|_)(step|staleness|at most|pid|done in)[ =]$|\bepoch=$")
 FREE_BEFORE = re.compile(r" ?(steps/s|examples/s|/s|left|secs|s)\b")
 IF_SLOW = "drawing training.png"  # a line that comes only if that takes long
 LOSS = re.compile(r"(\b|_)loss[=:]?\s*$")

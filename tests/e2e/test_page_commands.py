@@ -1,7 +1,7 @@
 """Every command and program of README.md and of the pages in docs/ runs, and prints what is shown.
 
-The blocks of a page run in their order, in one shell and in one folder. A block that an earlier page has, too, runs
-there. How outputs are compared is written in docs/development.md.
+The blocks of a page run in their order, in one shell and in one folder. A block that an earlier page has, too, perhaps
+with comments in another language, runs there. How outputs are compared is written in docs/development.md.
 """
 
 import json
@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import BLOCKS, REPOSITORY, Block, slowness
+from tests.conftest import BLOCKS, REPOSITORY, Block, ports_of_tasks, slowness
 from tests.hosts import hosts
 from tests.pods import Pod, Pods
 from tests.shown import is_as_shown
+from tests.twins import meaning
 
 HOME = "/home/me"  # what pages show in place of the folder
 # These take seconds. All other pages, and new ones, are slow.
@@ -48,6 +49,7 @@ ELSEWHERE = {
     r"^CONTRIBUTING\.md: make ": "not tested: it runs all tests",
     r"^docs/recipes\.md: python ": "tests/e2e/test_recipes.py::test_the_command_trains_to_the_end",
     r": host\d\$ ": "tests/e2e/test_page_commands.py::test_the_commands_of_several_hosts",
+    r": (chief|ps\d|worker\d)\$ ": "tests/e2e/test_page_commands.py::test_a_terminal_for_each_task",
     r": nft ": "not tested: changes the firewall of the machine",
     r": srun .*:": "tests/e2e/test_slurm.py::test_a_heterogeneous_job",
     r": srun python": "tests/e2e/test_slurm.py::test_sync_with_two_workers",
@@ -101,10 +103,10 @@ def steps(page: str) -> list[Command]:
     """What a page has to run: its commands, and the programs that these do not name."""
     blocks = [block for block in BLOCKS if block.page == page]
     named = " ".join(command.text for block in blocks for command in commands(block))
-    earlier = {block[1:] for block in BLOCKS[: BLOCKS.index(blocks[0])]}
+    earlier = {meaning(block) for block in BLOCKS[: BLOCKS.index(blocks[0])]}
     result: list[Command] = []
     for block in blocks:
-        if block[1:] in earlier:
+        if meaning(block) in earlier:
             continue
         if block.language == "python" and file_of(block) not in named:
             result.append(Command(f"python {file_of(block)}", None))
@@ -331,3 +333,24 @@ def test_workers_that_join_later(tmp_path: Path) -> None:
         run.start("host4", 4)
         assert set(run.codes().values()) == {0}, str(run)
         assert is_as_shown(f"{shown['host0']}...", run.running["host0"].output), str(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_terminal_for_each_task(tmp_path: Path) -> None:
+    page = "docs/coming_from/tf1.md"
+    (program,) = [block for block in BLOCKS if block.page == page and block.language == "python"]
+    (terminals,) = [block for block in BLOCKS if block.page == page and "\nchief$ " in block.text]
+    text, shown = program.text, ""
+    for number, port in zip(range(2221, 2226), ports_of_tasks(5), strict=True):
+        text = text.replace(f":{number}", f":{port}")
+    (tmp_path / file_of(program)).write_text(text)
+    started: list[subprocess.Popen[str]] = []
+    for step in commands(terminals):
+        words = [sys.executable, *step.text.partition("$ python ")[2].split()]
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        started.append(subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=both, text=True))
+        shown = (step.shown or "").replace(":2221", ":...")
+    printed = [process.communicate(timeout=500)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 5, printed
+    assert is_as_shown(shown, printed[-1].replace(str(tmp_path), HOME)), printed[-1]

@@ -4,13 +4,15 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import pytest
 import yaml
 from hydra._internal.utils import get_args_parser
 
-from tests.conftest import BLOCKS, PAGES, REPOSITORY
+from tests.conftest import BLOCKS, PAGES, REPOSITORY, Block
 from tests.pictures import drawings
+from tests.twins import TWINS, is_translation
 from tf2dist import doctor, render
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
 from tf2dist.config.schema import MODES, OPTIONS
@@ -157,25 +159,40 @@ def test_every_file_in_the_tables_of_inside_exists() -> None:
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
 
 
-@pytest.mark.parametrize(
-    ("chinese", "english"),
-    [
-        ("README.zh.md", "README.md"),
-        ("docs/zh/modes.md", "docs/modes.md"),
-        ("docs/zh/tf1.md", "docs/coming_from/tf1.md"),
-    ],
-)
+@pytest.mark.parametrize(("chinese", "english"), TWINS.items())
 def test_a_chinese_page_shows_what_the_english_one_shows(chinese: str, english: str) -> None:
     """The same blocks in the same order, and the same options and files."""
 
-    def blocks(page: str) -> list[tuple[str, str]]:
-        return [(block.language, block.text) for block in BLOCKS if block.page == page]
+    def blocks(page: str) -> list[Block]:
+        return [block for block in BLOCKS if block.page == page]
 
     def named(page: str) -> set[str]:
         return set(re.findall(r"\w+\.\w+", " ".join(in_code(without_code(PAGES[page])))))
 
-    assert blocks(chinese) == blocks(english)
+    pairs = list(zip_longest(blocks(chinese), blocks(english)))
+    assert [pair for pair in pairs if None in pair or not is_translation(*pair)] == []
     assert named(chinese) == named(english)
+
+
+def test_every_chinese_page_has_a_twin_or_none() -> None:
+    pages = {page for page in PAGES if "zh" in re.split(r"\W", page)}
+    assert pages == {*TWINS, "docs/zh/start.md"}, (
+        "a page on how to begin, which README.md and docs/fit.md have in English"
+    )
+
+
+def test_what_differs_between_twins_is_found() -> None:
+    def block(text: str, language: str = "python") -> Block:
+        return Block("page.md", language, f"# one.py\n{text}")
+
+    english = block('def one():\n    """One."""\n    return 1  # not two\n')
+    assert is_translation(block('def one():\n    """一"""\n    return 1  # 不是二\n'), english)
+    assert not is_translation(block('def one():\n    """一"""\n    return 2  # 不是二\n'), english)
+    assert not is_translation(block("def one():\n    return 1\n", "text"), english)
+    assert is_translation(block("make x  # 一\n", "sh"), block("make x  # one\n", "sh"))
+    assert not is_translation(block("make y  # 一\n", "sh"), block("make x  # one\n", "sh"))
+    assert is_translation(block("ps-0 变量\n", "text"), block("ps-0: variables\n", "text"))
+    assert not is_translation(block("ps-1 变量\n", "text"), block("ps-0: variables\n", "text"))
 
 
 # By page, what it has in code outside of blocks.

@@ -31,6 +31,7 @@ WRONG = {
     "another accuracy": (RUN, OTHER_RUN.replace("0.9612", "0.9112")),
     "a far better accuracy": (RUN, OTHER_RUN.replace("0.9612", "0.9912")),
     "another loss": (RUN, OTHER_RUN.replace("0.1102", "0.2202")),
+    "another epoch": ("epoch 1/5: loss 1.5\n", "epoch 2/5: loss 1.5\n"),
     "another target": (RUN, OTHER_RUN.replace("12/2,760", "12/2,761")),
     "another word": (RUN, OTHER_RUN.replace("chief", "coordinator")),
     "another number in a name": (RUN, OTHER_RUN.replace("ps-0", "ps-1")),
@@ -45,8 +46,8 @@ WRONG = {
 RIGHT = {
     "another run": (RUN, OTHER_RUN),
     "a line of a log": (
-        "global_step=311, loss=0.35, final accuracy=0.9767\n",
-        "global_step=7, loss=0.9, final accuracy=0.96",
+        "epoch=3, global_step=311, loss=0.35, final accuracy=0.9767\n",
+        "epoch=0, global_step=7, loss=0.9, final accuracy=0.96",
     ),
     "another time": ("done in 1:01 with an accuracy of 0.9526\n", "done in 0:04 with an accuracy of 0.96\n"),
     "nothing": ("", "\n"),
