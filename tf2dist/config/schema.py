@@ -134,7 +134,13 @@ MAY_ROUND = (
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     kind: str = choice("local", scope="place", fit="cluster")  # one of `cluster.sources`
-    num_workers: int = option(3, *COUNT, OnlyFor("cluster.kind", ("local",), SAYS_IT_ITSELF), fit="cluster")
+    num_workers: int = option(
+        3,
+        *COUNT,
+        OnlyFor("cluster.kind", ("local",), SAYS_IT_ITSELF),
+        help="cluster=local: how many workers",
+        fit="cluster",
+    )
     num_ps: int = option(
         1,
         at_least(0),
@@ -152,10 +158,10 @@ class ClusterConfig:
         scope="job",
     )
     # Under the names of TensorFlow's jobs, as TF_CONFIG has them.
-    chief: list[str] = option([], ON_HOSTS, help="lists of host:port, only with cluster=hosts", scope="place")
-    ps: list[str] = option([], ON_HOSTS, scope="place")
-    worker: list[str] = option([], ON_HOSTS, scope="place")
-    evaluator: list[str] = option([], ON_HOSTS, scope="place")
+    chief: list[str] = option([], ON_HOSTS, help="the chief as [host:port], only with cluster=hosts", scope="place")
+    ps: list[str] = option([], ON_HOSTS, help="likewise, of each ps", scope="place")
+    worker: list[str] = option([], ON_HOSTS, help="likewise, of each worker", scope="place")
+    evaluator: list[str] = option([], ON_HOSTS, help="likewise, of the evaluator", scope="place")
     addresses: list[str] = option(
         [],
         BY_RANK,
@@ -215,7 +221,13 @@ class TaskConfig:
     """Which task this process is, with cluster=hosts, and how it ends."""
 
     type: str | None = option(None, ON_HOSTS, help="chief, worker, ps or evaluator", scope="place", predicts=True)
-    index: int | None = option(None, ON_HOSTS, scope="place", predicts=True)
+    index: int | None = option(
+        None,
+        ON_HOSTS,
+        help="cluster=hosts: which task of its type this process is, from 0",
+        scope="place",
+        predicts=True,
+    )
     on_term: str = option(
         "stop",
         one_of("stop", "leave"),
