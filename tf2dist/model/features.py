@@ -125,7 +125,11 @@ def _not_mean(step: Step) -> str | None:
 
 
 MADE_LATE = Feature("step", "variables that are made in the first step", lambda step: _first(_made_late(step)))
-NO_SUM = Feature("step", "metrics that are not sums over the examples", lambda step: _first(_no_sums(step)))
+NO_SUM = Feature(
+    "step",
+    "metrics whose state cannot be added up over workers, such as a largest value",
+    lambda step: _first(_no_sums(step)),
+)
 FOREIGN = Feature(
     "step",
     "a call that assigns what is no variable of the model, such as Keras' global random generator",
