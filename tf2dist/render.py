@@ -1,7 +1,6 @@
 """``python -m tf2dist.render ENGINE [options]``
 
-Prints what an engine must be told to start this run: a script for SLURM or Ray, manifests for Kubernetes, or a
-file for Compose. ENGINE is one of
+Prints the job script, manifest or program with which an engine starts this run. ENGINE is one of
 
     slurm         a script for sbatch
     kubernetes    an Indexed Job, for mode=sync
@@ -13,6 +12,7 @@ file for Compose. ENGINE is one of
 The options are those of python -m tf2dist, and become part of the command. cluster.num_workers and cluster.num_ps give
 the number of tasks. Flags of the request itself:
 
+    --command COMMAND   a program of your own that calls tf2dist.fit, such as "python train.py"; fit gets the options
     --name NAME         of the job (tf2dist)
     --restarts N        how often the engine starts lost tasks again (10)
     --gpus N            of each worker; with slurm and ray of each task
@@ -22,15 +22,17 @@ the number of tasks. Flags of the request itself:
     --queue NAME        of Kueue, with kubernetes, jobset and trainjob
     --line LINE         with slurm, any number of times: one more line, such as '#SBATCH --partition=gpu'
     --out FILE          write it to a new file
-    --submit            also hand it to sbatch, kubectl, ray job submit or docker compose, exactly as
-                        printed
+    --submit            also hand it to sbatch, kubectl, ray job submit or docker compose, exactly as printed
 
     python -m tf2dist.render slurm mode=sync cluster.num_workers=8 --gpus 1 --line '#SBATCH --time=8:00:00' --submit
     python -m tf2dist.render jobset mode=async cluster.num_workers=8 cluster.num_ps=2 --out job.yaml
+    python -m tf2dist.render slurm mode=sync cluster.num_workers=2 --command "python train.py" --submit
 """
 
 import argparse
+import contextlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from typing import Any, NamedTuple, NoReturn
 from tf2dist import files
 from tf2dist.cluster.sources import check_workers
 from tf2dist.cluster.spec import Cluster
+from tf2dist.config import for_fit
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS
@@ -69,6 +72,8 @@ FORMS = {
     "queue": (re.compile(r"[a-z0-9]([-a-z0-9.]{0,60}[a-z0-9])?"), "the name of a local queue"),
     "line": (re.compile(r"#SBATCH -[ -~]+"), "a line such as '#SBATCH --partition=gpu'"),
 }
+SHELL = re.compile(r"[;&|]+|\d?[<>]+(&\d)?|.*;")  # words that mean something to a shell alone
+BUILT_IN = ("cd", "source", ".", "export")  # and commands
 NUMBERS = ("restarts", "gpus", "cpus")
 
 
@@ -78,7 +83,7 @@ class Engine(NamedTuple):
     render: Callable[[JobRequest], str]
     submit: Sequence[str]  # the command that takes the text from its standard input
     flags: Sequence[str]  # of those that not every engine has
-    file: str | None = None  # in which the command looks for the text instead, in the working directory
+    in_file: bool = False  # whether the last argument of that command is a file with the text instead
 
 
 ENGINES = {
@@ -88,9 +93,9 @@ ENGINES = {
     "trainjob": Engine(kubernetes.render_train_job, KUBECTL, OF_PODS),
     "ray": Engine(
         ray.render,
-        ("ray", "job", "submit", "--no-wait", "--working-dir", ".", "--", "python", ray.FILE),
+        ("ray", "job", "submit", "--no-wait", "--working-dir", ".", "--", "python"),
         ("gpus", "cpus"),
-        ray.FILE,
+        in_file=True,
     ),
     "compose": Engine(
         docker_compose.render,
@@ -128,7 +133,7 @@ def run(arguments: list[str]) -> int:
         write(text, own.out)
     else:
         print(text, end="", flush=True)
-    return submit(text, engine) if own.submit else 0
+    return submit(text, engine, has_files=bool(request.program)) if own.submit else 0
 
 
 def flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -136,6 +141,7 @@ def flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in FORMS:
         parser.add_argument(f"--{name}", action="append" if name == "line" else "store")
+    parser.add_argument("--command")
     parser.add_argument("--out")
     parser.add_argument("--submit", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
@@ -163,11 +169,13 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
             )
     num_workers, overrides = size(asked.overrides)
     source = source_of(asked)
+    program = [] if own.command is None else program_of(own.command, [*source.flags(), *overrides])
     config = load([*overrides, "cluster=slurm"], None, source)
     request = JobRequest(
         config=config,
         arguments=[*source.flags(), *overrides],
         num_workers=num_workers,
+        program=program,
         **values(own, name),
     )
     if len(request.tasks) > MAX_TASKS:
@@ -184,6 +192,27 @@ def size(overrides: list[str]) -> tuple[int, list[str]]:
     if not COUNT.fullmatch(text) or int(text) > MAX_TASKS:
         raise ConfigError(f"cluster.num_workers ({text[:40]}): must be a whole number from 1 to {MAX_TASKS:,}")
     return int(text), [override for override in overrides if override not in own]
+
+
+def program_of(command: str, arguments: list[str]) -> list[str]:
+    """The words of the user's own command. Raises ConfigError, also for options that `fit` does not take from a job."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--command ({command[:60]}): cannot be read ({error}); close the quotes") from None
+    if not words:
+        raise ConfigError('--command: is empty; give a program that calls tf2dist.fit, such as "python train.py"')
+    if signs := [word for word in words if SHELL.fullmatch(word) or words[0] in BUILT_IN]:
+        raise ConfigError(
+            f"--command ({command[:60]}): no shell reads it, so {signs[0]} would be a word for the program; give one "
+            "program, or bash -c '... && exec python train.py'"
+        )
+    if words[1:3] == ["-m", "tf2dist"]:
+        raise ConfigError(f"--command ({command[:60]}): is what runs without --command; leave it out")
+    if flags := [argument for argument in arguments if argument.startswith("-")]:
+        raise ConfigError(f"--command: {flags[0]} is for python -m tf2dist, and fit does not read it; leave it out")
+    for_fit.check(arguments, "--command", for_fit.OF_JOB)
+    return words
 
 
 def values(own: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -210,16 +239,23 @@ def write(text: str, path: str) -> None:
         file.write(text)
 
 
-def submit(text: str, engine: Engine) -> int:
-    """Hands over the text; returns the exit code of the command."""
+def submit(text: str, engine: Engine, *, has_files: bool) -> int:
+    """Hands over the text; returns the exit code of the command.
+
+    Args:
+        has_files: whether files in the working directory belong to the job, such as the user's program.
+    """
     program = engine.submit[0]
     if not shutil.which(program):
         raise ConfigError(f"--submit: there is no {program} here; use --out FILE, and submit that where there is one")
-    if engine.file is None:
+    if not engine.in_file:
         return subprocess.run(engine.submit, input=text, text=True, check=False).returncode
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / engine.file).write_text(text, encoding="utf-8")
-        return subprocess.run(engine.submit, cwd=folder, check=False).returncode
+    with contextlib.ExitStack() as stack:
+        folder = Path.cwd() if has_files else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        file = stack.enter_context(tempfile.NamedTemporaryFile("w", dir=folder, prefix="tf2dist-", suffix=".py"))
+        file.write(text)
+        file.flush()
+        return subprocess.run([*engine.submit, Path(file.name).name], cwd=folder, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -17,6 +17,20 @@ SMALL = ("data=digits", "model=softmax", "figure=false", "devices.onednn=false",
 LONG = ("train.steps=3000", "checkpoint.every_steps=100")
 SYNC = ("kubernetes", "mode=sync", "cluster.num_workers=2", *SMALL)
 ASYNC = ("jobset", "mode=async", "cluster.num_workers=2", *SMALL)
+# A program of a user, which says nothing of the cluster.
+SCRIPT = """
+import sys
+import keras, numpy as np, tf2dist
+def build():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+if __name__ == "__main__":
+    x = np.ones([1000, 4], "float32")
+    result = tf2dist.fit(build, x, x[:, :1], batch_size=10, epochs=int(sys.argv[2]), mode=sys.argv[1])
+    print("steps:", result.summary.get("global_step", "on another host"))
+"""
+SMALL_SCRIPT = ("devices.onednn=false", "figure=false", "train.log_every_steps=20", "checkpoint.every_steps=100")
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -34,6 +48,12 @@ def places() -> Iterator[Hosts]:
 def pods(places: Hosts, folder: Path, *request: str) -> Pods:
     engine, asked = render.read(*render.flags(list(request)))
     return Pods(places, folder, pods_of(engine.render(asked)))
+
+
+def pods_of_script(places: Hosts, folder: Path, engine: str, mode: str, epochs: int, *options: str) -> Pods:
+    (folder / "train.py").write_text(SCRIPT)
+    command = ("--command", f"python {folder}/train.py {mode} {epochs}")
+    return pods(places, folder, engine, f"mode={mode}", "cluster.num_workers=2", *SMALL_SCRIPT, *options, *command)
 
 
 def assert_exact(run: Pods, steps: int) -> None:
@@ -149,6 +169,67 @@ def test_the_doctor_and_fit_find_the_place_of_a_pod(places: Hosts, tmp_path: Pat
             else:
                 assert f"fit: worker-{number} joins 2 workers" in output
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 10
+
+
+def test_a_script_of_a_user_trains_in_the_pods(places: Hosts, tmp_path: Path) -> None:
+    run = pods_of_script(places, tmp_path, "kubernetes", "sync", 2)
+    run.start_all()
+    assert set(run.codes().values()) == {0}, str(run)
+    assert "steps: 100\n" in run.running["tf2dist-0"].output
+    assert "steps: on another host\n" in run.running["tf2dist-1"].output
+    summary = json.loads((tmp_path / "runs" / "tf2dist" / "summary.json").read_text())
+    assert summary["global_step"] == summary["updates_applied"] == 100
+    assert "no job token" not in str(run)
+
+
+@pytest.mark.slow
+def test_a_script_of_a_user_goes_on_after_a_loss_and_an_eviction(places: Hosts, tmp_path: Path) -> None:
+    """Its exit codes are those of the command, by which the engine starts it again."""
+    leader, other = "tf2dist-0", "tf2dist-1"
+    run = pods_of_script(places, tmp_path, "kubernetes", "sync", 40, "simulate.delay_secs=[0.01,0.01]")
+    run.start_all()
+    run.wait("a checkpoint", lambda: any(tmp_path.glob("runs/tf2dist/checkpoints/step-*")))
+    run.running[other].process.kill()
+    codes = run.codes()
+    assert codes == {leader: 138, other: 137}, str(run)
+    assert run.actions(codes) == {leader: "Count", other: "Count"}
+    run.start_all(first_place=2)
+    wait_to_go_on(run, leader)
+    wait_for_steps(run, "worker-0")
+    run.running[other].process.terminate()
+    codes = run.codes()
+    assert codes == {leader: 143, other: 143}, str(run)
+    assert run.actions(codes) == {leader: "Ignore", other: "Ignore"}
+    run.start_all(first_place=4)
+    assert set(run.codes().values()) == {0}, str(run)
+    assert "steps: 2000\n" in run.running[leader].output
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_script_leaves_and_comes_back_alone(places: Hosts, tmp_path: Path) -> None:
+    chief, worker = "tf2dist-chief-0-0", "tf2dist-worker-1-0"
+    delays = ("simulate.delay_secs=[0.02,0.02]", "cluster.num_ps=2")
+    run = pods_of_script(places, tmp_path, "jobset", "async", 40, *delays)
+    run.start_all()
+    wait_for_steps(run, "worker-1")
+    run.running[worker].process.terminate()
+    assert run.actions(run.codes(worker)) == {worker: "Ignore"}
+    run.start(worker, place=5)
+    wait_for_steps(run, "worker-1")
+    assert set(run.codes().values()) == {0}, str(run)
+    assert "steps: 4000\n" in run.running[chief].output
+    assert "going on at step" not in run.running[chief].output, "nobody else has started again"
+
+
+@pytest.mark.slow
+def test_a_script_in_another_mode_than_the_job_fails_the_job(places: Hosts, tmp_path: Path) -> None:
+    run = pods_of_script(places, tmp_path, "kubernetes", "sync", 1)
+    pod = run.pods["tf2dist-0"]
+    run.pods["tf2dist-0"] = pod._replace(command=["async" if word == "sync" else word for word in pod.command])
+    run.start("tf2dist-0", place=0)
+    codes = run.codes()
+    assert run.actions(codes) == {"tf2dist-0": "FailJob"}, str(run)
+    assert "mode ('async'): the job was requested with mode=sync; give fit mode='sync'" in str(run)
 
 
 @pytest.mark.slow

@@ -45,12 +45,12 @@ ONE_IS_WRONG = """
     rank = ray.train.get_context().get_world_rank()
     with open("{folder}/attempts", "a") as file:
         print(rank, file=file)
-    run_command([*OPTIONS, *["train.stepps=3"][:rank]])
+    run_command([*COMMAND, *["train.stepps=3"][:rank]])
 """
 ON_GPUS = """
     import os
     os.environ.update({env})
-    run_command(OPTIONS)
+    run_command(COMMAND)
 """
 FIT = """
     import keras, numpy as np, tf2dist
@@ -108,7 +108,7 @@ class Job:
 
     def replace_loop(self, code: str) -> None:
         """Puts another code in the place of the call of run_command."""
-        before, call, after = self.script.read_text().partition("    run_command(OPTIONS)\n")
+        before, call, after = self.script.read_text().partition("    run_command(COMMAND)\n")
         assert call
         self.script.write_text(before + code + after)
 
@@ -152,7 +152,7 @@ class Job:
         """The command of one task."""
         for process in self.tasks():
             with contextlib.suppress(psutil.Error):
-                if f"cluster.rank={rank}" in process.cmdline():
+                if process.environ().get("TF2DIST_RANK") == str(rank) and "cluster=ranks" in process.cmdline():
                     return process
         raise LookupError(f"rank {rank} does not run\n{self.output}")
 

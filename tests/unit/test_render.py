@@ -19,15 +19,14 @@ import pytest
 import yaml
 
 from tests.conftest import BLOCKS, REPOSITORY
-from tests.pods import expanded, jobs, manifests, pods_of
+from tests.pods import jobs, manifests, pods_of
 from tf2dist import linux, render
 from tf2dist.cluster.addresses import split
 from tf2dist.cluster.ranks import distinct_addresses
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster
-from tf2dist.cluster.validation import tf_config_of
+from tf2dist.config import for_fit
 from tf2dist.config.load import load
-from tf2dist.config.schema import ClusterConfig, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.tools.engines import kubernetes
 from tf2dist.tools.engines.job_request import JobRequest
@@ -45,10 +44,11 @@ CASES = {
     "jobset.yaml": ("jobset", *ASYNC, *PODS),
     "trainjob.yaml": ("trainjob", *SYNC, *PODS),
     "ray_job.py": ("ray", *ASYNC, SHARED, "--gpus", "1", "--cpus", "4", "--restarts", "3", "grace_secs=20"),
+    "slurm_command.sh": ("slurm", "mode=sync", "cluster.num_workers=2", "--command", "python train.py --rate '1 2'"),
     "compose.yaml": ("compose", *ASYNC, "--gpus", "1", "--memory", "4Gi", "grace_secs=20"),
 }
 OF_PODS = ("kubernetes.yaml", "jobset.yaml", "trainjob.yaml")
-SCRIPTS = ("slurm.sh", "slurm_gpus.sh")
+SCRIPTS = ("slurm.sh", "slurm_gpus.sh", "slurm_command.sh")
 SECRET = "a-secret-of-sixteen-characters"
 
 
@@ -329,28 +329,33 @@ def test_every_service_of_compose_finds_its_place() -> None:
 # Ray
 
 
-def options_of(text: str) -> list[str]:
-    """The options that the tasks of a script for Ray get."""
-    (found,) = re.findall(r"^OPTIONS = (\[.*?^\])$", text, re.M | re.S)
+def command_of(text: str) -> list[str]:
+    """What the tasks of a script for Ray run."""
+    (found,) = re.findall(r"^COMMAND = (\[.*?^\])$", text, re.M | re.S)
     words: list[str] = ast.literal_eval(found)
     return words
 
 
-def test_every_worker_of_ray_finds_its_place() -> None:
+def test_every_worker_of_ray_finds_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_train = pytest.importorskip("tf2dist.tools.engines.ray_gang", reason="ray is not installed")
-    options = options_of((RENDERED / "ray_job.py").read_text())
+    monkeypatch.setattr(ray_train.ray, "get_gpu_ids", list)
+    words = command_of((RENDERED / "ray_job.py").read_text())
+    assert words[:3] == ["python", "-m", "tf2dist"]
     # Of those on one node, a port must be neither the port of another task nor its control port.
     offers = [("10.0.0.1", [20000, 21000, 22500, 30000])] * 3 + [(host, [20000]) for host in ("10.0.0.2", "fd00::3")]
     addresses = distinct_addresses([*offers, ("10.0.0.4", [20000])], 1000)
     assert addresses[:3] == ["10.0.0.1:20000", "10.0.0.1:22500", "10.0.0.1:30000"]
     assert addresses[3:] == ["10.0.0.2:20000", "[fd00::3]:20000", "10.0.0.4:20000"]
-    places = [find_place(load([*options, *ray_train.options_of_rank(addresses, rank)], None), {}) for rank in range(6)]
+    places = []
+    for rank in range(6):
+        environ = {"TF_CONFIG": "of Ray", "PATH": os.environ["PATH"]}
+        monkeypatch.setattr(os, "environ", environ)
+        ray_train.take_place(addresses, rank, SECRET)
+        places.append(find_place(load(words[3:], environ.get("TF_CONFIG")), environ))
+        assert of_engine(environ) == "ranks", "for calls of fit"
+        assert environ["TF2DIST_TOKEN"] == SECRET
     assert [str(place.task) for place in places] == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"]
     assert [place.cluster.address(place.task) for place in places] == addresses
-    # What fit finds in the worker's environment is the same.
-    config = RunConfig(mode="async", cluster=ClusterConfig(kind="tf_config"))
-    for place in places:
-        assert find_place(config, {"TF_CONFIG": tf_config_of(place)}) == place
     assert "ScalingConfig(num_workers=6, " in (RENDERED / "ray_job.py").read_text()
 
 
@@ -371,21 +376,44 @@ def test_options_arrive_as_the_user_has_written_them(
 ) -> None:
     options = ["run_dir='/runs/a b'", "init_layers='hidden$(1)|$HOME|$$|`x`|\"|\\w|#'", f"init_from={tmp_path}"]
     text = rendered(capsys, engine, *options)
+    assert [word for word in words_of(engine, text) if word in options] == options
+
+
+def words_of(engine: str, text: str) -> list[str]:
+    """The command of the first task in what is printed, as the engine runs it."""
     if engine == "slurm":
         line = text[text.index("srun --kill") : text.index(" || code=$?")]
-        words = subprocess.run(
-            ["bash", "-c", f"srun() {{ printf '%s\\n' \"$@\"; }}\n{line}"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-    elif engine == "compose":
-        service = yaml.safe_load(text)["services"]["worker-0"]
-        words = [word.replace("$$", "$") for word in service["entrypoint"]]
-    elif engine == "ray":
-        words = options_of(text)
-    else:
-        (*_, document) = yaml.safe_load_all(text)
-        container = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-        words = [expanded(word, {}) for word in container["command"]]
-    assert [word for word in words if word in options] == options
+        line = line.replace("--kill-on-bad-exit=0", "")
+        script = f"run_dir=/shared/runs/its\nsrun() {{ printf '%s\\n' \"$@\"; }}\n{line}"
+        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    if engine == "compose":
+        return [word.replace("$$", "$") for word in yaml.safe_load(text)["services"]["worker-0"]["entrypoint"]]
+    return command_of(text) if engine == "ray" else pods_of(text)[0].command
+
+
+@pytest.mark.parametrize("engine", render.ENGINES)
+def test_a_program_of_the_user_gets_the_options(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one variable, of which `fit` makes its configuration."""
+    sync = engine in ("kubernetes", "trainjob")
+    options = ["mode=sync"] if sync else ["mode=async", "cluster.num_ps=2"]
+    given = ["grace_secs=20", "run_dir='/shared/runs/a b'"]
+    command = "OMP_NUM_THREADS=1 python train.py '$HOME' --rate '1 2'"
+    words = words_of(engine, rendered(capsys, engine, *options, *given, "--command", command))
+    assert words[0] == "env"
+    assert words[2:] == ["OMP_NUM_THREADS=1", "python", "train.py", "$HOME", "--rate", "1 2"]
+    name, _, value = words[1].partition("=")
+    assert name == for_fit.VARIABLE
+    found = for_fit.listed(value)
+    assert found[: len(options) + 2] == [*options, *given]
+    assert found[-1] == ("cluster=slurm" if engine == "slurm" else "cluster=ranks")
+    for_fit.check(found, "the variable", for_fit.OF_JOB)
+    assert load(found, None).run_dir == "/shared/runs/a b"
+
+
+def test_a_program_of_the_user_gets_the_run_directory_of_the_job(tmp_path: Path) -> None:
+    words = start(tmp_path, "slurm_command.sh", 0)[1]
+    config = load(for_fit.listed(words[2].partition("=")[2]), None)
+    assert str(config.run_dir).startswith(f"{tmp_path}/runs/tf2dist-")
 
 
 def shown() -> Iterator[tuple[str, str]]:
@@ -410,6 +438,15 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 REFUSED = {
+    ("slurm", "--command", ""): "--command: is empty; give a program that calls tf2dist.fit",
+    ("slurm", "--command", "python 'train.py"): "--command .*: cannot be read .*; close the quotes",
+    ("slurm", "--command", "cd x && python train.py"): "no shell reads it, so cd would be a word for the program",
+    ("slurm", "--command", "python prepare.py; python train.py"): "no shell reads it, so prepare.py; would be",
+    ("slurm", "--command", "python -m tf2dist"): "is what runs without --command; leave it out",
+    ("slurm", "--command", "python x.py", "model=cnn"): "--command: model belongs to the command line; give fit the",
+    ("slurm", "--command", "python x.py", "train.epochs=3"): "--command: train.epochs is the argument epochs of fit",
+    ("slurm", "--command", "python x.py", "--config-dir", "."): "--command: --config-dir.* is for python -m tf2dist",
+    ("kubernetes", "--command", "python x.py"): r"mode \(async\): is not for this engine; render jobset",
     ("slurn",): "slurn: must be the name of an engine, slurm, .*did you mean slurm",
     ("slurm", "mode=synk"): "mode .synk.: ",
     ("slurm", "train.stepps=3"): "did you mean train.steps",
@@ -467,12 +504,17 @@ def test_submitted_is_what_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, program: str
 ) -> None:
     path = tmp_path / program
-    source = "job.py" if engine == "ray" else ""  # in the working directory
-    path.write_text(f'#!/bin/sh\ncat {source} > {tmp_path}/submitted\necho "$@" > {tmp_path}/arguments\nexit 4\n')
+    source = '"$last"' if engine == "ray" else ""  # in the working directory
+    path.write_text(f'#!/bin/sh\nfor last in "$@"; do :; done\ncat {source} > {tmp_path}/submitted\nexit 4\n')
     path.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert render.run([engine, SHARED, "--submit"]) == 4, "the exit code of the engine's command"
     assert (tmp_path / "submitted").read_text() == capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert render.run([engine, SHARED, "--submit", "--command", "python train.py"]) == 4
+    assert (tmp_path / "submitted").read_text() == capsys.readouterr().out
+    assert sorted(tmp_path.iterdir()) == before
     assert render.run([engine, SHARED, "--submit", "--out", str(tmp_path / "kept")]) == 4
     assert (tmp_path / "submitted").read_text() == (tmp_path / "kept").read_text()
     with pytest.raises(ConfigError, match="name a new file"):

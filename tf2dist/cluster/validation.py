@@ -175,12 +175,6 @@ def read_tf_config(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str
     return _with_chief(parsed["cluster"], parsed["task"])
 
 
-def tf_config_of(place: Place) -> str:
-    """TF_CONFIG for the process at this place."""
-    cluster, task = place
-    return json.dumps({"cluster": cluster.jobs, "task": {"type": task.job, "index": task.index}})
-
-
 def _with_chief(jobs: dict[str, Any], task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The cluster and the task with "chief" for its old name "master", which TensorFlow and TFJob still accept."""
     if "master" in jobs and "chief" in jobs:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -9,7 +10,9 @@ from typing import ParamSpec, TypeVar
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
+from tf2dist.fitting.exit_code import give_to_script
 from tf2dist.fitting.fit_run import FitRun, Result
+from tf2dist.fitting.job_options import of_job
 from tf2dist.fitting.request import FitArguments
 
 Arguments = ParamSpec("Arguments")
@@ -128,14 +131,18 @@ def fit(arguments: FitArguments) -> Result:
         SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
     """
     started_at = time.time()
+    give_to_script()
     shipping.check_caller("fit")
     arguments = request.checked(arguments)
+    # A cluster on this machine is none of the job's.
+    job = [] if arguments.cluster else of_job(os.environ, arguments.mode)
     config, place = request.configuration(
         arguments.mode,
         arguments.cluster,
         arguments.run_dir,
         arguments.seed,
         refusals.overrides_of(arguments.options),
+        job,
     )
     console = console_of(int(arguments.verbose))
     console.note(opening_line("fit", place))

@@ -24,6 +24,7 @@ from tf2dist.errors import FitError, TaskFailure, kind_of, reason_of, users_loca
 from tf2dist.files import write_whole
 from tf2dist.fitting import inputs, refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
+from tf2dist.fitting.exit_code import give_to_script
 from tf2dist.fitting.fit import with_value_errors
 from tf2dist.fitting.fit_run import as_public_error, private_folder, run_tasks
 from tf2dist.fitting.ranges import DESCRIPTION, Ranges, range_size
@@ -88,6 +89,7 @@ def predict(
         SystemExit: of SIGTERM, likewise, unless the program has a handler of its own.
     """
     started_at = time.time()
+    give_to_script()
     shipping.check_caller("predict")
     refusals.check_numbers(batch_size=batch_size)
     batch_size = batch_size or inputs.DEFAULT_BATCH_SIZE

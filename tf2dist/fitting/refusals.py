@@ -8,19 +8,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.config.checks import LAZY_ROWS
-from tf2dist.config.compose import PLUGIN_GROUPS
-from tf2dist.config.option import COMMAND_LINE
-from tf2dist.config.schema import MODES, OPTIONS
+from tf2dist.config import for_fit
+from tf2dist.config.schema import MODES
 from tf2dist.errors import FitError, kind_of
 from tf2dist.linux import free_memory
 from tf2dist.model import support
 
-# The arguments of `fit` by the options of the command line that they set. Given twice they could contradict each other.
-ARGUMENT_OF = {name.removesuffix(".kind"): option.fit for name, option in OPTIONS.items() if option.fit}
-# Options by which the command line chooses what `fit` is given as Python objects, with all that begins as they do.
-CHOSEN = {name.partition(".")[0] for name, argument in ARGUMENT_OF.items() if argument == COMMAND_LINE}
-COMMAND_LINE_ONLY = {"experiment", *PLUGIN_GROUPS, *CHOSEN}
 # What the function of `data=load` does instead of these arguments.
 ALTERNATIVES = {
     "x": "its batches are (x, y) or (x, y, sample_weight)",
@@ -188,14 +181,7 @@ def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]
     for override in overrides:
         if not isinstance(override, str):
             raise FitError(f"options: has {kind_of(override)}; write 'checkpoint.every_secs=60', or give a dict")
-        # With a plus Hydra adds an option; it is still the same option.
-        name = override.lstrip("+").partition("=")[0]
-        if name.partition(".")[0] in COMMAND_LINE_ONLY and name != f"optimizer.{LAZY_ROWS}":
-            raise FitError(
-                f"options: {name} belongs to the command line; give fit the model, the data and the settings themselves"
-            )
-        if name in ARGUMENT_OF:
-            raise FitError(f"options: {name} is the argument {ARGUMENT_OF[name]} of fit; give that instead")
+    for_fit.check(overrides, "options")
     return overrides
 
 

@@ -22,6 +22,7 @@ from tf2dist.data.splits import Splits, StreamedSplits, streamed
 from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
+from tf2dist.fitting.job_options import next_run_dir
 from tf2dist.launch.launcher import completed
 from tf2dist.launch.single_run import check_simulated
 from tf2dist.model.source import EpochPlan
@@ -255,16 +256,22 @@ def steps_of(stream: Stream, config: RunConfig) -> int | None:
 
 
 def configuration(
-    mode: str, cluster: Local | None, run_dir: Any, seed: int, overrides: list[str]
+    mode: str, cluster: Local | None, run_dir: Any, seed: int, overrides: list[str], job: Sequence[str] = ()
 ) -> tuple[RunConfig, Place]:
-    """The options of the run, and the place of this process in the cluster."""
+    """The options of the run, and the place of this process in the cluster.
+
+    Args:
+        job: options of the job that runs this script.
+    """
     if cluster is not None and not isinstance(cluster, Local):
         raise FitError(f"cluster: is {kind_of(cluster)}; give tf2dist.Local(workers=3, ps=1), or set TF_CONFIG")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise FitError(f"seed ({seed}): must be a whole number")
     tf_config = os.environ.get("TF_CONFIG")
-    arguments = [f"mode={mode}", f"seed={seed}"]
-    if not cluster and not tf_config and (engine := of_engine(os.environ)):
+    arguments = [f"mode={mode}", f"seed={seed}", *job]
+    if any(option.startswith("cluster=") for option in job):
+        pass
+    elif not cluster and not tf_config and (engine := of_engine(os.environ)):
         arguments.append(f"cluster={engine}")
     elif cluster or not tf_config:
         cluster = cluster or Local()
@@ -276,7 +283,10 @@ def configuration(
         ]
     config = load([*arguments, *overrides], tf_config)
     # Not among the options above: a path may have signs in it that Hydra's grammar cannot read.
-    config.run_dir = None if run_dir is None else os.fspath(run_dir)
+    if run_dir is not None:
+        config.run_dir = os.fspath(run_dir)
+    elif config.run_dir:
+        config.run_dir = next_run_dir(config.run_dir)
     place = find_place(config, os.environ)
     check_simulated(config, place.cluster)
     return config, place

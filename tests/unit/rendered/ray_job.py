@@ -11,26 +11,30 @@ from ray.train import FailureConfig, ScalingConfig
 
 from tf2dist.engines.ray_train import Gang, run_command, train
 
-# Of python -m tf2dist, which every task runs.
-OPTIONS = [
+# What every task runs; it finds its rank and the addresses of all in its environment.
+COMMAND = [
+    "python",
+    "-m",
+    "tf2dist",
     "mode=async",
     "cluster.num_ps=2",
     "train.steps=1000",
     "run_dir=/shared/runs/mine",
     "grace_secs=20",
+    "cluster=ranks",
 ]
 
 
 def train_loop() -> None:
-    """One task. To train a model of your own, call tf2dist.fit here instead, in the mode of the Gang."""
-    run_command(OPTIONS)
+    """One task."""
+    run_command(COMMAND)
 
 
 ray.init(address="auto")
 sys.exit(
     train(
         train_loop,
-        Gang(mode="async", num_ps=2, control_port_shift=1000, stop_secs=50),
+        Gang(control_port_shift=1000, stop_secs=50),
         # Ray starts all tasks together. Add what your site asks for, such as accelerator_type.
         ScalingConfig(num_workers=6, use_gpu=True, resources_per_worker={"CPU": 4, "GPU": 1}),
         # After a loss all tasks go on from the last checkpoint. Exit codes 1, 2 and 3 end the job.

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 import tf2dist
 from tf2dist.cluster.spec import Task
+from tf2dist.config import for_fit
 from tf2dist.config.schema import PS_MODES, RunConfig
 from tf2dist.errors import LOST_TASK_CODES, ConfigError
 
@@ -29,6 +30,7 @@ class JobRequest:
     Attributes:
         config: the checked options of the run.
         arguments: flags and options of the command as the user has written them, without the size of the cluster.
+        program: the user's own command, whose calls of `fit` get the options; (): `python -m tf2dist`.
         gpus: of each worker.
         cpus: of each worker; None for the engine's default.
         memory: of each worker, as Kubernetes writes it; None for no limit.
@@ -40,6 +42,7 @@ class JobRequest:
     config: RunConfig
     arguments: Sequence[str]
     num_workers: int
+    program: Sequence[str] = ()
     name: str = "tf2dist"
     image: str = f"tf2dist:{tf2dist.__version__}"
     gpus: int = 0
@@ -62,7 +65,11 @@ class JobRequest:
         return [Task(job, index) for job, count in counts.items() for index in range(count)]
 
     def command(self, *more: str) -> list[str]:
-        return ["python", "-m", "tf2dist", *self.arguments, *more]
+        """The command of every task, with further options."""
+        options = [*self.arguments, *more]
+        if not self.program:
+            return ["python", "-m", "tf2dist", *options]
+        return ["env", f"{for_fit.VARIABLE}={for_fit.joined(options)}", *self.program]
 
     def container_command(self, *options: str) -> list[str]:
         """The command of every task in a container, whose run directory is in the mounted volume."""

@@ -21,18 +21,17 @@ def render(request: JobRequest) -> str:
     return filled(
         "ray_job.py",
         file=FILE,
-        options="\n    ".join(f"{_literal(argument)}," for argument in request.arguments),
-        gang=_keywords(gang(request)),
+        command="\n    ".join(f"{_literal(word)}," for word in request.command("cluster=ranks")),
+        gang=_keywords(
+            {"control_port_shift": request.config.cluster.control_port_shift, "stop_secs": request.stop_secs}
+        ),
         scaling=_keywords(scaling(request)),
         restarts=request.restarts,
     )
 
 
 def gang(request: JobRequest) -> dict[str, object]:
-    cluster = request.config.cluster
-    num_ps = {"num_ps": cluster.num_ps} if request.has_ps else {}
-    rest = {"control_port_shift": cluster.control_port_shift, "stop_secs": request.stop_secs}
-    return {"mode": request.config.mode, **num_ps, **rest}
+    return {"control_port_shift": request.config.cluster.control_port_shift, "stop_secs": request.stop_secs}
 
 
 def scaling(request: JobRequest) -> dict[str, object]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -21,9 +22,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tf2dist import linux
-from tf2dist.cluster.ranks import distinct_addresses, place_of_rank
-from tf2dist.cluster.validation import tf_config_of
-from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.cluster import ranks
 from tf2dist.errors import TaskLostError, TfDistError
 from tf2dist.launch.single_run import report
 from tf2dist.linux import SECRETS
@@ -35,11 +34,11 @@ POLL_SECS = 1.0
 FIRST_PORT = 20_000  # Ray's own processes listen at the ports from 10002 to 19999
 NUM_OFFERED = 64  # ports of each task, of which other tasks on its node may take some
 # Ray sets the number of threads to that of the worker's CPUs, and TensorFlow then uses so many in each of its pools.
-UNSET = ("OMP_NUM_THREADS", LEGACY_KERAS, *SECRETS)
-# The command of a task, which the kernel kills with its worker.
+UNSET = ("OMP_NUM_THREADS", "TF_CONFIG", LEGACY_KERAS, *SECRETS)
+# Becomes the command of a task, which the kernel kills with its worker.
 RUN = (
-    "import sys; from tf2dist import linux; linux.die_with_parent(int(sys.argv.pop(1)))\n"
-    "from tf2dist.__main__ import main; main()"
+    "import os, sys; from tf2dist import linux\n"
+    "linux.die_with_parent(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"
 )
 
 
@@ -58,10 +57,8 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Gang(ray.train.BackendConfig):
-    """The options that the gang must know."""
+    """What the gang must know of the options."""
 
-    mode: str
-    num_ps: int = 0
     control_port_shift: int
     stop_secs: float  # how long a task may take from SIGTERM to its end
 
@@ -76,10 +73,10 @@ class GangBackend(Backend):
     def on_start(self, worker_group: Any, gang: Gang) -> None:
         """Gives every worker its rank, and all of them a new token."""
         shift = gang.control_port_shift
-        addresses = distinct_addresses(worker_group.execute(offer_ports, shift), shift)
+        addresses = ranks.distinct_addresses(worker_group.execute(offer_ports, shift), shift)
         token = secrets.token_hex(32)
-        ranks = range(len(addresses))
-        ray.get([worker_group.execute_single_async(rank, take_place, gang, addresses, rank, token) for rank in ranks])
+        all_ranks = range(len(addresses))
+        ray.get([worker_group.execute_single_async(rank, take_place, addresses, rank, token) for rank in all_ranks])
 
     def on_shutdown(self, worker_group: Any, gang: Gang) -> None:
         """Stops the tasks that are left when others are lost, so that they can save; afterwards Ray kills them."""
@@ -95,40 +92,29 @@ def offer_ports(control_port_shift: int) -> tuple[str, list[int]]:
     return ray.util.get_node_ip_address(), sorted(free, key=lambda port: port < FIRST_PORT)[:NUM_OFFERED]
 
 
-rank_options: list[str] = []  # of this worker, for the command
-
-
-def take_place(gang: Gang, addresses: Sequence[str], rank: int, token: str) -> None:
-    """Keeps the rank for `run_command`, and puts it into the environment of this worker for `tf2dist.fit`."""
-    rank_options[:] = options_of_rank(addresses, rank)
+def take_place(addresses: Sequence[str], rank: int, token: str) -> None:
+    """Puts the rank into the environment of this worker, for its command."""
     for name in UNSET:
         os.environ.pop(name, None)
     # Without --gpus Ray leaves all GPUs of the node visible, also those that it has given to others.
     if not ray.get_gpu_ids():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    config = RunConfig(mode=gang.mode, cluster=ClusterConfig(num_ps=gang.num_ps))
-    own_place = place_of_rank(config, addresses, rank, ("ScalingConfig.num_workers", "rank"))
-    os.environ["TF_CONFIG"] = tf_config_of(own_place)
-    os.environ[SECRETS[0]] = token
-
-
-def options_of_rank(addresses: Sequence[str], rank: int) -> list[str]:
-    quoted = ",".join(f"'{address}'" for address in addresses)
-    return ["cluster=ranks", f"cluster.addresses=[{quoted}]", f"cluster.rank={rank}"]
+    os.environ |= {ranks.OWN[0]: ",".join(addresses), ranks.OWN[1]: str(rank), SECRETS[0]: token}
 
 
 commands: "list[subprocess.Popen[bytes]]" = []  # of this worker; one at most
 is_stopping = threading.Event()
 
 
-def run_command(options: Sequence[str]) -> None:
-    """Runs ``python -m tf2dist`` with this worker's rank. Raises TfDistError with its exit code, unless that is 0."""
-    arguments = [sys.executable, "-P", "-c", RUN, str(os.getpid()), *options, *rank_options]
-    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+def run_command(command: Sequence[str]) -> None:
+    """Runs the command of this worker's task. Raises TfDistError with its exit code, unless that is 0."""
+    # The Python of Ray has tf2dist, and another one may come first in PATH.
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
+    arguments = [sys.executable, "-P", "-c", RUN, str(os.getpid()), *command]
     # In a session of its own it gets no signal that is for Ray's processes.
     commands.append(subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
     if code := commands[0].wait():
-        error = TfDistError(f"the command of tf2dist has ended with exit code {code}")
+        error = TfDistError(f"the command of this task has ended with exit code {code}")
         error.exit_code = code if code > 0 else 128 - code
         raise error
 

@@ -1,17 +1,19 @@
 """A script for sbatch, with one srun that starts the command in every task."""
 
+import re
 import shlex
 
 from tf2dist.tools.engines.job_request import LOST, STOPPED, JobRequest, filled
 
 # SLURM sends the signal up to 22 seconds early.
 SIGNAL_SECS = 120
+RUN_DIR = "\0"  # in a word, for the variable of the script that holds the run directory
 
 
 def render(request: JobRequest) -> str:
     """The script, in which SLURM restarts the job after losses and time limits."""
     own_run_dir = request.config.run_dir is not None
-    command = shlex.join(request.command("cluster=slurm")) + ("" if own_run_dir else """ "run_dir='$run_dir'\"""")
+    command = request.command("cluster=slurm", *([] if own_run_dir else [f"run_dir='{RUN_DIR}'"]))
     cpus = f"--cpus-per-task={request.cpus}"
     srun = [
         "srun",
@@ -24,10 +26,18 @@ def render(request: JobRequest) -> str:
         name=request.name,
         # The number of the job alone does not do: SLURM may begin again at 1.
         run_dir="" if own_run_dir else filled("sbatch_run_dir.sh", name=request.name),
-        srun=f"{shlex.join(srun)} \\\n    {command}",
+        srun=f"{shlex.join(srun)} \\\n    {' '.join(map(in_shell, command))}",
         codes="|".join(map(str, (*LOST, STOPPED))),
         restarts=request.restarts,
     )
+
+
+def in_shell(word: str) -> str:
+    """A word as a shell reads it; the run directory is filled in by the script."""
+    if RUN_DIR not in word:
+        return shlex.quote(word)
+    escaped = re.sub(r'([\\"`$])', r"\\\1", word)
+    return f'"{escaped}"'.replace(RUN_DIR, "$run_dir")
 
 
 def directives(request: JobRequest) -> list[str]:

@@ -11,15 +11,15 @@ from ray.train import FailureConfig, ScalingConfig
 
 from tf2dist.engines.ray_train import Gang, run_command, train
 
-# Of python -m tf2dist, which every task runs.
-OPTIONS = [
-    # @OPTIONS@
+# What every task runs; it finds its rank and the addresses of all in its environment.
+COMMAND = [
+    # @COMMAND@
 ]
 
 
 def train_loop() -> None:
-    """One task. To train a model of your own, call tf2dist.fit here instead, in the mode of the Gang."""
-    run_command(OPTIONS)
+    """One task."""
+    run_command(COMMAND)
 
 
 ray.init(address="auto")

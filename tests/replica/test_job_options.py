@@ -1,0 +1,56 @@
+"""What a job tells the calls of `fit` in its script."""
+
+import pytest
+
+from tf2dist.config.for_fit import VARIABLE
+from tf2dist.errors import FitError
+from tf2dist.fitting import job_options
+from tf2dist.fitting.job_options import of_job
+from tf2dist.fitting.request import configuration
+
+RANKS = {"TF2DIST_ADDRESSES": "127.0.0.1:12000,127.0.0.1:12001,127.0.0.1:12002,127.0.0.1:12003", "TF2DIST_RANK": "2"}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    for name, value in RANKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job_options, "_run_dirs", iter(range(1, 9)))
+
+
+def test_the_options_of_the_job_are_those_of_the_call() -> None:
+    text = "mode=async cluster.num_ps=2 run_dir='/runs/a b' grace_secs=20 task.on_term=leave cluster=ranks"
+    config, place = configuration("async", None, None, 0, ["grace_secs=30"], of_job({VARIABLE: text}, "async"))
+    assert str(place.task) == "ps-1", "fit alone would take one ps"
+    assert (config.run_dir, config.task.on_term) == ("/runs/a b", "leave")
+    assert config.grace_secs == 30, "an option of the call itself comes first"
+
+
+def test_every_call_has_a_run_directory_of_its_own() -> None:
+    job = of_job({VARIABLE: "mode=sync run_dir=/runs/mine cluster=ranks"}, "sync")
+    found = [configuration("sync", None, own, 0, [], job)[0].run_dir for own in (None, "own", None)]
+    assert found == ["/runs/mine", "own", "/runs/mine-2"]
+
+
+def test_a_job_of_one_task_is_no_cluster_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF2DIST_ADDRESSES", "127.0.0.1:12000")
+    monkeypatch.setenv("TF2DIST_RANK", "0")
+    _, (cluster, _) = configuration("sync", None, None, 0, [], of_job({VARIABLE: "mode=sync cluster=ranks"}, "sync"))
+    assert cluster.num_workers == 1
+    assert not cluster.is_managed
+    assert configuration("sync", None, None, 0, [])[1].cluster.is_managed, "as without a job"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mode=async", r"mode \('sync'\): the job was requested with mode=async; give fit mode='async'"),
+        ("model=cnn", f"{VARIABLE}: model belongs to the command line"),
+        ("seed=1", f"{VARIABLE}: seed is the argument seed of fit"),
+        ("run_dir='/a", f"{VARIABLE} .*: cannot be read at '; close the quotes"),
+    ],
+)
+def test_what_does_not_suit_the_call_is_refused(text: str, message: str) -> None:
+    with pytest.raises(FitError, match=message):
+        of_job({VARIABLE: text}, "sync")
