@@ -108,13 +108,15 @@ def fit(arguments: FitArguments) -> Result:
             one of each worker.
         cluster: None for the cluster in the environment variable TF_CONFIG, or, if that is not set, for the
             tasks of one srun of SLURM, or of another engine that numbers them, or else `Local()`.
-        run_dir: the directory for all files of the run; a run that it already holds is resumed. None for a new
-            directory in ``outputs``.
+        run_dir: the directory for all files of the run; a run that it already holds is resumed. None for the one that
+            a job of ``tf2dist.render --command`` gives, or else for a new directory in ``outputs``.
         seed: of the initial weights, the order of the examples, and the random numbers of layers.
         options: options of the command line, such as ``{"checkpoint.every_secs": 60}``.
 
     Returns:
         A `tf2dist.Result` with `model`, `history`, `summary` and `run_dir`.
+
+    A program that does not catch an error ends with its ``exit_code``, by which schedulers start it again, or not.
 
     Raises:
         ConfigError: an argument is wrong or not supported; the message says what to do. It is a ValueError too.
