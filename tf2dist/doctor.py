@@ -1,8 +1,9 @@
 """``python -m tf2dist.doctor [options] [--json]``: the problems that would prevent a run, one line for each finding.
 
 Takes the options and the environment of ``python -m tf2dist``. Starts no training and creates no file, and
-ends within four minutes, however slow the name server and TensorFlow are. Plugins are loaded in a process
-of their own. Exit code 0 if no check failed, otherwise 2. With --json the output is one JSON array of
+ends within four minutes, however slow the name server and TensorFlow are, or within a quarter of an hour
+where TensorFlow is not compiled to byte code yet. Plugins are loaded in a process of their own. Exit code 0
+if no check failed, otherwise 2. With --json the output is one JSON array of
 {"level", "topic", "text", "fix"}. A peer that does not listen yet is a warning: it may start later. A
 name that cannot be resolved, or a host without a route to it, is a failure.
 """

@@ -24,6 +24,8 @@ UNUSED_MODULES = (
     "keras._tf_keras.keras.visualization",
     "keras.src.visualization",
 )
+# The file of Keras that is imported last, after TensorFlow: where this one is compiled to byte code, so are the others.
+IMPORTED_LAST = ("keras", "saving/__init__.py")
 # The module that calls Python functions from graphs, and what the names of AutoGraph's files have in them: its versions
 # of functions, be they the user's or a library's.
 PYTHON_FUNCTIONS = "tensorflow.python.ops.script_ops"

@@ -25,6 +25,7 @@ from tf2dist.tf_constants import (
     CALLS_PYTHON,
     FAIL_FAST,
     GPU_GROWTH,
+    IMPORTED_LAST,
     KERAS_DEFAULTS,
     KERAS_HOME,
     KERAS_ON_TENSORFLOW,
@@ -332,6 +333,11 @@ def _unused_modules_are_there() -> bool:
     return True
 
 
+def _last_import_is_there() -> bool:
+    package, file = IMPORTED_LAST
+    return package == keras.__name__ and (Path(keras.__file__).parent / file).exists()
+
+
 def _variables_are_read() -> bool:
     # Not by their effects, for which TensorFlow would have to be imported again: by their names in its libraries.
     left = set(OF_TENSORFLOW)
@@ -402,6 +408,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, PYTHON_FUNCTIONS): _python_is_called,
     (tf, AUTOGRAPH_FILE): _autograph_names_its_files,
     (keras, "modules that no task uses"): _unused_modules_are_there,
+    (keras, "the module that is imported last"): _last_import_is_there,
     (tf, "environment variables"): _variables_are_read,
     (keras, "settings in keras.json"): _settings_are_read,
 }

@@ -1,5 +1,8 @@
 """`make versions`: which releases it asks for, and its table."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests import versions
@@ -7,8 +10,8 @@ from tests import versions
 
 def test_the_oldest_releases_are_the_lower_bounds() -> None:
     bounds = {one.name: one.specifier for one in versions.requirements()}
-    named = versions.packages("oldest")[: len(versions.NAMED)]
-    assert [line.partition("==")[0] for line in named] == list(versions.NAMED)
+    named = [line for line in versions.packages(versions.SETS["oldest"]) if "==" in line]
+    assert {line.partition("==")[0] for line in named} == set(versions.NAMED)
     for line in named:
         name, _, version = line.partition("==")
         assert bounds[name].contains(version.removesuffix(".*"))
@@ -16,17 +19,37 @@ def test_the_oldest_releases_are_the_lower_bounds() -> None:
 
 
 def test_the_other_packages_are_in_the_ranges_of_the_project() -> None:
-    for name in ("oldest", "newest"):
-        asked = versions.packages(name)
+    for name in ("oldest", "newest", "python3.12"):
+        asked = versions.packages(versions.SETS[name])
         assert {str(one) for one in versions.requirements() if one.name == "packaging"} <= set(asked)
         assert ("--pre" in asked) == (name == "newest")
+
+
+def test_another_python_gets_what_a_user_gets() -> None:
+    needed = [str(one) for one in versions.requirements()]
+    assert versions.packages(versions.SETS["python3.12"]) == [*needed, *versions.TESTING]
+
+
+def test_a_python_that_cannot_be_run_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the shim of a version manager, which is there and fails."""
+    shim = tmp_path / "python3.99"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert not versions.is_here(versions.Releases("", python="python3.99"))
+    assert not versions.is_here(versions.Releases("", python="python3.98"))
+    assert versions.is_here(versions.SETS["oldest"])
 
 
 def test_rows_are_replaced_and_others_stay() -> None:
     table = f"# Head\n\n| {' | '.join(versions.HEADS)} |\n|---|\n| newest | 1 |\n| locked | 2 |\n\nBelow.\n"
     lines = versions.merged(table, [["oldest", "3"], ["newest", "4"]]).splitlines()
-    assert lines[4:] == ["| oldest | 3 |", "| locked | 2 |", "| newest | 4 |", "", "Below."]
-    assert versions.merged(table, []).endswith("| locked | 2 |\n| newest | 1 |\n\nBelow.\n")
+    assert lines[4:7] == ["| oldest | 3 |", "| locked | 2 |", "| newest | 4 |"]
+    assert lines[-2:] == ["", "Below."]
+    lines = versions.merged(table, []).splitlines()
+    assert lines[5:7] == ["| locked | 2 |", "| newest | 1 |"]
+    assert lines[4].startswith("| oldest | not here | - |"), "a set that was never run"
+    assert len(lines) == 4 + len(versions.SETS) + 2
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import is_path
-from tf2dist.linux import child_environment, code_command
+from tf2dist.linux import child_environment, code_command, import_limit
 from tf2dist.tf_constants import KERAS_ON_TENSORFLOW, LOG_LEVEL, installed_version, tested_versions, untested
 
 PACKAGES = ("tensorflow", "keras", "numpy")
@@ -165,6 +165,7 @@ def isolation() -> Iterator[Finding]:
     yield Finding("warn", "isolation", text, "allow user namespaces, or close the ports in the firewall")
 
 
+# These are for a TensorFlow that is compiled to byte code; see `import_limit`.
 GPU_TIMEOUT_SECS = 60.0
 PLUGINS_TIMEOUT_SECS = 60.0
 INTERNALS_TIMEOUT_SECS = 40.0
@@ -227,7 +228,8 @@ def _run(
     """
     environment = {**child_environment(), LOG_LEVEL: "3", **variables}
     command = code_command(ENDS_WITH_DOCTOR + code, *arguments)
-    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, env=environment)
+    limit_secs = import_limit(timeout_secs)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=limit_secs, env=environment)
     try:
         return json.loads(process.stdout.strip().splitlines()[-1]), process  # libraries and plugins may print before it
     except (ValueError, IndexError):
@@ -249,8 +251,8 @@ def gpus(num_local_workers: int = 0) -> Iterator[Finding]:
     num_gpus = _driver_gpus()
     try:
         names, process = _run(LIST_GPUS, timeout_secs=GPU_TIMEOUT_SECS, variables={})
-    except subprocess.TimeoutExpired:
-        text = f"TensorFlow was not imported in {GPU_TIMEOUT_SECS:.0f} s"
+    except subprocess.TimeoutExpired as error:
+        text = f"TensorFlow was not imported in {error.timeout:.0f} s"
         yield Finding("warn", "gpu", text, "try again when this machine is idle")
         return
     if names is None:
@@ -289,8 +291,8 @@ def internals() -> Iterator[Finding]:
         return
     try:
         missing, process = _run(TRY_INTERNALS, timeout_secs=INTERNALS_TIMEOUT_SECS, variables=WITHOUT_GPUS)
-    except subprocess.TimeoutExpired:
-        text = f"{packages} could not be checked within {INTERNALS_TIMEOUT_SECS:.0f} s"
+    except subprocess.TimeoutExpired as error:
+        text = f"{packages} could not be checked within {error.timeout:.0f} s"
         yield Finding("warn", "versions", text, "try again when this machine is idle")
         return
     if missing is None:
@@ -310,8 +312,8 @@ def plugins(config: RunConfig) -> Iterator[Finding]:
         printed, process = _run(
             LOAD_PLUGINS, *config.plugins, timeout_secs=PLUGINS_TIMEOUT_SECS, variables=WITHOUT_GPUS
         )
-    except subprocess.TimeoutExpired:
-        text = f"not loaded within {PLUGINS_TIMEOUT_SECS:.0f} s"
+    except subprocess.TimeoutExpired as error:
+        text = f"not loaded within {error.timeout:.0f} s"
         yield Finding("warn", "plugins", text, "move slow code into the registered functions")
         return
     if printed is None:

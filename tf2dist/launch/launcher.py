@@ -34,12 +34,12 @@ from tf2dist.launch.failures import MEMORY_LIMIT, THREAD_LIMIT, OomKills, fork_s
 from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import log_path, open_log
 from tf2dist.launch.warm_process import ask_for_server
-from tf2dist.linux import child_environment
+from tf2dist.linux import child_environment, import_limit
 from tf2dist.messages import Event, Exited, Forward, Packet, Ready, ServerEnded, Start, Started, ToTask, pack, unpack
 from tf2dist.tf_constants import FAIL_FAST, KERAS_ON_TENSORFLOW, LOG_LEVEL, ONEDNN, PRIMITIVE_MEMORY
 
 SERVER = "forkserver"  # the name of its log
-START_TIMEOUT_SECS = 120.0  # enough to import TensorFlow from a cold disk, without byte code
+START_TIMEOUT_SECS = 120.0  # enough to import TensorFlow from a cold disk
 READY_POLL_SECS = 0.2
 KILL_TIMEOUT_SECS = 10.0  # a killed process ends at once, unless the kernel waits for a device
 NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -106,7 +106,8 @@ class Launcher:
         Args:
             check: called several times a second; an exception that it raises ends the wait.
         """
-        deadline = time.monotonic() + START_TIMEOUT_SECS
+        limit_secs = import_limit(START_TIMEOUT_SECS)
+        deadline = time.monotonic() + limit_secs
         while not self.ready:
             try:
                 for _ in self.events(READY_POLL_SECS):
@@ -117,7 +118,7 @@ class Launcher:
                 raise
             check()
             if time.monotonic() > deadline:
-                raise TaskLostError(f"TensorFlow was not imported within {START_TIMEOUT_SECS:.0f} s")
+                raise TaskLostError(f"TensorFlow was not imported within {limit_secs:.0f} s")
 
     def start(
         self,
