@@ -1,4 +1,4 @@
-"""make bench: all comparisons, contenders taking turns; a table, bench.json, bench.md and bench.png.
+"""make bench: all comparisons, contenders taking turns; a table, bench.json, benchmarks.md and bench.png.
 
 Absolute figures drift by a factor of two on a shared machine; ratios of medians do not. The comparisons that are in
 bench.json already and are not run again stay there.
@@ -6,7 +6,6 @@ bench.json already and are not run again stay there.
 
 import argparse
 import importlib.util
-import itertools
 import json
 import os
 import platform
@@ -28,10 +27,11 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from tests.bench import page
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
+from tests.bench.page import shown, target_of
 from tf2dist.config.schema import DataConfig
-from tf2dist.launch.console import number_of
 from tf2dist.palette import BLUE, VERMILLION
 
 FAILURES = (
@@ -41,7 +41,6 @@ FAILURES = (
 
 
 COLOURS = {True: BLUE, False: VERMILLION, None: "tab:gray"}
-FACTS = ("date", "processor", "cores", "memory_gb", "python", "tensorflow", "keras", "rounds", "scale")
 
 
 def save_arrays(folder: str) -> None:
@@ -88,14 +87,14 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
     table = RichTable("comparison", "medians", "ratio", "target", "")
     for result in results:
         figures = [f"{name} {shown(value)}" for name, value in result["medians"].items()]
-        ratio, target = texts_of(result)
+        ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f} {' / '.join(result['ratio_of'])}"
         verdict = {True: "met", False: "[red]missed", None: ""}[result["met"]]
-        table.add_row(result["name"], f"{', '.join(figures)} {result['unit']}", ratio, target, verdict)
+        table.add_row(result["name"], f"{', '.join(figures)} {result['unit']}", ratio, target_of(result), verdict)
     console.print(table)
 
 
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
-    """Under which a comparison is measured: the values of `FACTS`."""
+    """Under which a comparison is measured: the values of `page.FACTS`."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -114,49 +113,7 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
     """What is known so far: a run of the whole table takes an hour."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps({"comparisons": results}, indent=2) + "\n")
-    (folder / "bench.md").write_text(page_of(results))
-
-
-def page_of(results: list[dict[str, Any]]) -> str:
-    """The results as a page, with a table for all that were measured under the same circumstances.
-
-    Those of which a contender has failed are left out.
-    """
-    lines = [
-        "# What `make bench` measured",
-        "",
-        "Written by `make bench`; [measured.md](measured.md) says how it measures.",
-    ]
-    compared = [result for result in results if result["ratio"] is not None]
-    for facts, rows in itertools.groupby(compared, lambda result: [result[name] for name in FACTS]):
-        date, processor, cores, memory, python, tensorflow, keras, rounds, scale = facts
-        lines += [
-            "",
-            f"## {date}, {processor}, {cores} cores, {memory} GB",
-            "",
-            f"Python {python}, TensorFlow {tensorflow}, Keras {keras}; "
-            f"{number_of(rounds, 'round')}, steps times {scale}.",
-            "",
-            "| `--only` | medians | unit | ratio | target |",
-            "|---|---|---|---|---|",
-        ]
-        for result in rows:
-            medians = ", ".join(f"{name} {shown(value)}" for name, value in result["medians"].items())
-            ratio, target = texts_of(result)
-            lines.append(f"| `{result['name']}` | {medians} | {result['unit']} | {ratio} | {target} |")
-    return "\n".join(lines) + "\n"
-
-
-def shown(value: float) -> str:
-    """Four digits, or all of a large number."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def texts_of(result: dict[str, Any]) -> tuple[str, str]:
-    """The ratio of a comparison, and its target; empty for none."""
-    ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f} {' / '.join(result['ratio_of'])}"
-    sign = "at least" if result["at_least"] else "at most"
-    return ratio, "" if result["target"] is None else f"{sign} {result['target']:.2f}"
+    page.update(results, folder)
 
 
 def merged(folder: Path, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -208,7 +165,7 @@ def main() -> int:
     if importlib.util.find_spec("torch") is None:
         console.print("torch is not installed and did not take part: .venv/bin/pip install -e '.[torch]'", markup=False)
     draw(merged(options.out, results), options.out / "bench.png")
-    console.print(f"{options.out}/bench.json, {options.out}/bench.md, {options.out}/bench.png")
+    console.print(f"{options.out}/bench.json, {options.out}/benchmarks.md, {options.out}/bench.png")
     return 0
 
 

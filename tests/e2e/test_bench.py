@@ -40,5 +40,5 @@ def test_the_benchmark_runs(contenders: dict[str, set[str]], scale: float, real_
     for one in comparisons:
         assert all(figure > 0 for figures in one["values"].values() for figure in figures), completed.stdout
         assert one["ratio"] > 0
-    assert all(f"| `{name}` |" in (tmp_path / "bench.md").read_text() for name in contenders)
+    assert all(f"| `{name}` |" in (tmp_path / "benchmarks.md").read_text() for name in contenders)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
