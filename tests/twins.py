@@ -9,6 +9,7 @@ from tests.conftest import Block
 # By page in Chinese, the one in English.
 TWINS = {
     "README.zh.md": "README.md",
+    "docs/zh/fit.md": "docs/fit.md",
     "docs/zh/four_ideas.md": "docs/four_ideas.md",
     "docs/zh/modes.md": "docs/modes.md",
     "docs/zh/tf1.md": "docs/coming_from/tf1.md",
