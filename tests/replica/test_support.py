@@ -44,6 +44,31 @@ def test_the_page_shows_the_table() -> None:
     assert lines[begin : lines.index("", begin)] == nowhere
 
 
+CHINESE = {
+    "yes": "是",
+    "no": "否",
+    "one worker": "单个节点",
+    "one worker or no XLA": "单个节点或无 XLA",
+    "one worker or no XLA, full last step": "单个节点或无 XLA、末步足够大",
+    "no XLA": "无 XLA",
+    "one ps": "单个 ps",
+    "arrays": "数组",
+    "not cut": "未切分",
+    "no outer steps": "无外层更新",
+    "no `init_from`": "无 `init_from`",
+}
+
+
+def test_the_chinese_page_has_the_same_cells() -> None:
+    lines = PAGES["docs/zh/modes.md"].splitlines()
+    begin = lines.index(f"| 模型中有 | {' | '.join(f'`{column}`' for column in COLUMNS)} |") + 2
+    cells = [line.strip("| ").split(" | ")[1:] for line in lines[begin : lines.index("", begin)]]
+    rows, nowhere = table()
+    assert cells == [[CHINESE[cell] for cell in row.strip("| ").split(" | ")[1:]] for row in rows]
+    begin = lines.index("* `run_eagerly`")
+    assert lines.index("", begin) - begin == len(nowhere)
+
+
 def test_every_feature_is_refused_somewhere() -> None:
     known = {name for name, value in vars(features).items() if isinstance(value, Feature)}
     refused = {feature for way in support.WAYS for feature in way.refuses}
