@@ -44,6 +44,7 @@ versions: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 88 README.md README.zh.md
 	$(BIN)/mypy
 
 # Into build/docs/README.html; runs the page that is a notebook. A warning, as of a link that leads nowhere, is an error.
