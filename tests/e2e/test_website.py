@@ -1,5 +1,6 @@
 """The pages as `make docs` builds them, and as a browser shows them: wide and narrow, light and dark."""
 
+import html
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from tests.browser import CONTRAST, look
 from tests.conftest import PAGES, REPOSITORY, slowness
+from tests.shown import is_as_shown
 
 pytestmark = pytest.mark.timeout(600)  # the page that is a notebook is run, too
 
@@ -113,6 +115,19 @@ def test_the_notebook_shows_what_it_has_computed(website: Path) -> None:
     page = (website / "docs" / "your_own_model.html").read_text()
     assert "val_accuracy" in page
     assert page.count("<img ") >= 1
+
+
+def test_what_the_notebook_has_computed_is_as_its_page_shows_it(website: Path) -> None:
+    """A code host shows outputs as blocks, which Sphinx leaves out: it has no such tag."""
+    _, *cells = PAGES["docs/your_own_model.md"].split("```{code-cell} python\n")
+    outputs = [cell.partition("```{only} never\n")[2].partition("```")[0] for cell in cells if "print(" in cell]
+    assert all(outputs)
+    # Shares of workers and predictions differ from run to run; of the accuracies the last one counts.
+    free = re.sub(r"\[\d[\d, ]*\](?! are right)", "[...]", "...\n".join(["", *outputs, ""]))
+    shown = re.sub(r"\[0\.[\d., ]*, (0\.\d+)\]", r"[... \1]", free)
+    page = (website / "docs" / "your_own_model.html").read_text()
+    assert is_as_shown(shown, html.unescape(re.sub(r"<[^>]*>", "", page)))
+    assert page.count("are right") == 2, "in the cell, and printed"
 
 
 @pytest.mark.parametrize("is_chinese", [False, True])
