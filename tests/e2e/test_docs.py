@@ -47,7 +47,7 @@ def run_program(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_example_of_the_fixtures(tmp_path: Path) -> None:
     """In a pytest of its own, as a user's: a process belongs to one asynchronous cluster at a time."""
     for name in ("conftest.py", "test_example.py"):
-        (tmp_path / name).write_text(PROGRAMS["docs/testing.md", name])
+        (tmp_path / name).write_text(PROGRAMS["docs/api.md", name])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120 * slowness())
     assert "2 passed" in completed.stdout, completed.stdout + completed.stderr

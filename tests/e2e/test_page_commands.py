@@ -43,7 +43,7 @@ ELSEWHERE = {
     r"^README\.md: pip install": "tests/e2e/test_install.py::test_the_wheel",
     r"^README\.md: python train\.py": "tests/e2e/test_docs.py::test_the_example_of_a_call_from_python",
     r"^docs/fit\.md: python stream\.py": "tests/e2e/test_docs.py::test_the_example_of_a_stream",
-    r"^docs/testing\.md: python \w+\.py": "tests/e2e/test_docs.py::test_the_example_of_the_fixtures",
+    r"^docs/api\.md: python \w+\.py": "tests/e2e/test_docs.py::test_the_example_of_the_fixtures",
     r": .*(=lion|=discounted|MYJOB_)": "tests/e2e/test_docs.py::test_the_examples_of_contributing",
     r"^CONTRIBUTING\.md: make ": "not tested: it runs all tests",
     r"^docs/recipes\.md: python ": "tests/e2e/test_recipes.py::test_the_command_trains_to_the_end",

@@ -20,8 +20,10 @@ SUMMARY_KEYS = {
     *("startup_secs", "wall_secs", "workers", "restarts", "versions"),
 }
 # What the page has a row for; metrics of any name have one together.
-ROWS = re.findall(r"^\| `(.*?)` \|", PAGES["docs/formats.md"], re.MULTILINE)
+FILES = PAGES["docs/results.md"].partition("### summary.json")[2]
+ROWS = re.findall(r"^\| `(.*?)` \|", FILES, re.MULTILINE)
 DOCUMENTED_KEYS = {key for row in ROWS for key in row.split("`, `")}
+SHOWN_KEYS = set(re.findall(r'^  "(\w+)":', FILES, re.MULTILINE))  # in the example, which is shortened
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,9 @@ def test_the_main_command(cold_command: Command, real_data: str, mode: str) -> N
     summary = summary_of(finished)
     assert summary["mode"] == mode
     assert summary["cluster"] == {"worker": 3, "ps": 1 if mode == "async" else 0}
+    if mode == "async":
+        assert set(summary) - SHOWN_KEYS == {"startup_secs", "wall_secs"}
+        assert set(summary) >= SHOWN_KEYS
     assert summary["test_accuracy"] >= {"mnist": 0.96, "digits": 0.95}[real_data], finished
     assert f"test accuracy {summary['test_accuracy']:.4f}" in finished.stdout
     assert len(finished.stdout.splitlines()) == 3
