@@ -1,6 +1,7 @@
 """How Sphinx builds the pages: `make docs`. The sources are the pages at the top, docs/ and one page of tests/."""
 
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -51,6 +52,13 @@ def add_menu(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += (Path(app.confdir) / "menu.txt").read_text()
 
 
+def set_language(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """By the language of a page browsers choose the forms of Chinese characters, and screen readers a voice."""
+    if page.endswith(".zh") or "/zh/" in page:
+        context["language"] = "zh-CN"
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("html-page-context", set_language)
     app.connect("source-read", add_menu)
     app.connect("build-finished", redirect_from_the_top)

@@ -111,6 +111,12 @@ def test_every_page_is_built(website: Path) -> None:
     assert 'url=README.html"' in (website / "index.html").read_text()
 
 
+def test_a_page_says_its_language(website: Path) -> None:
+    for page in PAGES:
+        language = "zh-CN" if "zh" in re.split(r"\W", page) else "en"
+        assert f'lang="{language}"' in (website / page).with_suffix(".html").read_text().partition("<head>")[0], page
+
+
 def test_the_notebook_shows_what_it_has_computed(website: Path) -> None:
     page = (website / "docs" / "your_own_model.html").read_text()
     assert "val_accuracy" in page
