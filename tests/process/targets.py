@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tf2dist.config.schema import DataConfig
+from tf2dist.data.loading import load
 from tf2dist.messages import ResultMessage, ToLauncher, ToTask, unpack
 
 
@@ -21,10 +23,11 @@ def succeed(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 
 
 def use_wrappers(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
-    """Reports what has been imported before and after two parts of Keras are used."""
+    """Reports what has been imported before and after two parts of Keras are used; scikit-learn's digits are none."""
     import keras
 
     heavy = ("matplotlib", "sklearn")
+    load(DataConfig(name="digits"))
     before = [name for name in heavy if name in sys.modules]
     keras.wrappers.SKLearnClassifier(keras.Sequential([keras.layers.Dense(1)]))
     keras.visualization.plot_image_gallery  # noqa: B018

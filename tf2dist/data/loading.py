@@ -12,13 +12,12 @@ Hidden numbers are a hash of the id, so nothing here is as large as a table with
 
 import functools
 import gzip
-from importlib import resources
 
 import numpy as np
 
 from tf2dist.config.schema import DataConfig
 from tf2dist.data.arrays import Arrays
-from tf2dist.data.location import mnist_dir, mnist_files
+from tf2dist.data.location import digits_file, mnist_dir, mnist_files
 from tf2dist.data.mnist import decoded
 from tf2dist.data.splits import MadeUpSplits, NoiselessLabels, Splits, checked
 from tf2dist.errors import DataError, kind_of
@@ -118,11 +117,7 @@ def load_mnist(config: DataConfig) -> Splits:
 @register_data("digits")
 def load_digits(config: DataConfig) -> Splits:
     """The UCI digits that scikit-learn ships: 8x8 pixels, each drawn as 3x3, with a margin of 2 pixels."""
-    # Read from the package's own file: importing sklearn.datasets takes longer than training on it.
-    with (
-        resources.files("sklearn.datasets.data").joinpath("digits.csv.gz").open("rb") as packed,
-        gzip.open(packed) as file,
-    ):
+    with gzip.open(digits_file()) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.int32)
     table = np.random.default_rng(0).permutation(table)  # the file is ordered by writer
     # The file has grey levels from 0 to 16.

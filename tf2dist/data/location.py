@@ -14,6 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from tf2dist.config import compose
@@ -59,6 +60,13 @@ DEFAULT_EPOCHS = {"mnist": 5.0, "digits": 100.0}
 def _digits() -> DataConfig:
     """The fallback without MNIST, which needs no network."""
     return to_dataclass(DataConfig, compose.values("data", "digits"))
+
+
+def digits_file() -> Path:
+    """scikit-learn's file; found without importing a package of it, which takes longer than training on it."""
+    package = find_spec("sklearn")
+    folder, *_ = (package and package.submodule_search_locations) or ["sklearn"]
+    return Path(folder, "datasets", "data", "digits.csv.gz")
 
 
 def mnist_dir(config: DataConfig) -> Path:
