@@ -200,7 +200,7 @@ FILES = ("py", "sh", "keras", "json", "yaml")
 FOREIGN = {"aggregation", "alpha", "auto_scale_loss", "custom_objects", "distribution", "name", "override", "reduction"}
 ABOUT_OTHERS = {page for page in PAGES if "coming_from" in page or page == "docs/zh/tf1.md"}  # have their names, too
 FOREIGN_MODULES = {"keras.distribution"}
-FOREIGN_FLAGS = {"--build-arg", "--gpu-bind", "--gpus-per-task"}
+FOREIGN_FLAGS = {"--build-arg", "--compile-bytecode", "--gpu-bind", "--gpus-per-task"}
 
 
 @pytest.mark.parametrize("page", PAGES)
