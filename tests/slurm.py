@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,13 @@ def slurm(count: int, folder: Path) -> Iterator[Slurm]:
             cluster.close()
 
 
-def submit(nodes: Slurm, folder: Path, *options: str) -> str:
+SMALL = ("data=digits", "model=softmax", "figure=false", "devices.onednn=false")
+
+
+def submit(nodes: Slurm, folder: Path, *options: str, common: Sequence[str] = SMALL) -> str:
     """Submits what `tf2dist.render` prints for these options; the output is in the folder. Returns the job's number."""
     lines = [f"--line=#SBATCH {line}" for line in (f"--chdir={folder}", f"--output={folder}/out")]
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    common = ("data=digits", "model=softmax", "figure=false", "devices.onednn=false")
     render = (sys.executable, "-m", "tf2dist.render", "slurm", "--submit", *lines)
     done = nodes.run(*render, *common, *options, env=env)
     found = re.search(r"^Submitted batch job (\d+)$", done.stdout, re.MULTILINE)

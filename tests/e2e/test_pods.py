@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_slurm import FIT
+from tests.e2e.test_slurm import FIT, SCRIPT
 from tests.hosts import Hosts, hosts
 from tests.pods import Pods, pods_of
 from tf2dist import render
@@ -17,19 +17,6 @@ SMALL = ("data=digits", "model=softmax", "figure=false", "devices.onednn=false",
 LONG = ("train.steps=3000", "checkpoint.every_steps=100")
 SYNC = ("kubernetes", "mode=sync", "cluster.num_workers=2", *SMALL)
 ASYNC = ("jobset", "mode=async", "cluster.num_workers=2", *SMALL)
-# A program of a user, which says nothing of the cluster.
-SCRIPT = """
-import sys
-import keras, numpy as np, tf2dist
-def build():
-    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return model
-if __name__ == "__main__":
-    x = np.ones([1000, 4], "float32")
-    result = tf2dist.fit(build, x, x[:, :1], batch_size=10, epochs=int(sys.argv[2]), mode=sys.argv[1])
-    print("steps:", result.summary.get("global_step", "on another host"))
-"""
 SMALL_SCRIPT = ("devices.onednn=false", "figure=false", "train.log_every_steps=20", "checkpoint.every_steps=100")
 pytestmark = pytest.mark.timeout(400)
 

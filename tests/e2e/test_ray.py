@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.conftest import slowness, start_module
+from tests.e2e.test_slurm import SCRIPT
 from tests.fake_gpu import FakeGpus, why_not
 
 pytestmark = [
@@ -99,10 +100,10 @@ def processes(mark: str) -> list[psutil.Process]:
 class Job:
     """A rendered script, and its runs."""
 
-    def __init__(self, folder: Path, env: dict[str, str], *options: str) -> None:
+    def __init__(self, folder: Path, env: dict[str, str], *options: str, common: Sequence[str] = SMALL) -> None:
         self.folder, self.env, self.run_dir = folder, env, folder / "run"
         self.script = folder / "job.py"
-        arguments = ("ray", "--out", str(self.script), f"run_dir={self.run_dir}", *SMALL, *options)
+        arguments = ("ray", "--out", str(self.script), f"run_dir={self.run_dir}", *common, *options)
         assert start_module(folder, "tf2dist.render", *arguments).wait(60) == 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -144,15 +145,17 @@ class Job:
         for process in processes(self.env["TF2DIST_TEST_MARK"]):
             with contextlib.suppress(psutil.Error, OSError):
                 output = os.readlink(f"/proc/{process.pid}/fd/1")
-                if output.startswith(f"{self.run_dir}/") or f"run_dir={self.run_dir}" in process.cmdline():
+                options = [*process.cmdline(), *process.environ().get("TF2DIST_FIT_OPTIONS", "").split()]
+                if output.startswith(f"{self.run_dir}/") or f"run_dir={self.run_dir}" in options:
                     found.append(process)
         return found
 
     def command(self, rank: int) -> psutil.Process:
         """The command of one task."""
-        for process in self.tasks():
+        found = self.tasks()
+        for process in found:
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("TF2DIST_RANK") == str(rank) and "cluster=ranks" in process.cmdline():
+                if process.environ().get("TF2DIST_RANK") == str(rank) and process.parent() not in found:
                     return process
         raise LookupError(f"rank {rank} does not run\n{self.output}")
 
@@ -285,6 +288,20 @@ def test_fit_in_a_worker_joins_the_others(environment: dict[str, str], tmp_path:
     assert job.run() == 0, job.output
     assert json.loads((job.run_dir / "summary.json").read_text())["global_step"] == 10
     assert "joins 2 workers" in job.output
+
+
+@pytest.mark.slow
+def test_a_script_of_a_user_goes_on_after_a_loss(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ("--command", f"python {tmp_path}/train.py sync 15", "devices.onednn=false", "figure=false")
+    slow = ("checkpoint.every_steps=100", "simulate.delay_secs=[0.01,0.01]")
+    job = Job(tmp_path, environment, "mode=sync", "cluster.num_workers=2", *slow, *command, common=())
+    job.start()
+    job.wait_for_checkpoint()
+    job.command(1).kill()
+    assert job.code() == 0, job.output
+    assert re.search(r"going on at step \d+00\b", job.output), job.output
+    assert re.search(r"steps: 750$", job.output, re.MULTILINE), job.output
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`cluster=slurm` under a real SLURM: places, roles and whole runs on its nodes, and what is no task of a step."""
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,19 @@ def build():
 if __name__ == "__main__":
     x = np.ones([100, 4], "float32")
     tf2dist.fit(build, x, x[:, :1], batch_size=10, epochs=2, mode="sync", run_dir="{folder}/run")
+"""
+# A program of a user, which says nothing of the cluster.
+SCRIPT = """
+import sys
+import keras, numpy as np, tf2dist
+def build():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+if __name__ == "__main__":
+    x = np.ones([1000, 4], "float32")
+    result = tf2dist.fit(build, x, x[:, :1], batch_size=10, epochs=int(sys.argv[2]), mode=sys.argv[1])
+    print("steps:", result.summary.get("global_step", "on another host"))
 """
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -151,6 +165,18 @@ def test_the_rendered_script_trains_on_four_nodes(nodes: Slurm, tmp_path: Path) 
     assert not list(tmp_path.glob(".*.token"))
 
 
+def stop_and_requeue(nodes: Slurm, folder: Path, job: str) -> None:
+    """Stops a job as --signal does before the time limit, and preemption before its end; waits until it is queued."""
+    nodes.run("scancel", "--signal=TERM", f"{job}.0")
+
+    # Before its tasks have ended, the job counts the restart already, and then sets its time of start anew.
+    def is_requeued() -> bool:
+        shown = nodes.run("scontrol", "show", "job", job).stdout
+        return "Restarts=1" in shown and "JobState=PENDING" in shown
+
+    wait_for("requeued", folder, is_requeued)
+
+
 def test_the_rendered_script_goes_on_after_a_signal_and_ends_at_scancel(nodes: Slurm, tmp_path: Path) -> None:
     job = submit(
         nodes,
@@ -160,15 +186,7 @@ def test_the_rendered_script_goes_on_after_a_signal_and_ends_at_scancel(nodes: S
     )
     runs, output = tmp_path / "runs", tmp_path / "out"
     wait_for("a checkpoint", tmp_path, lambda: any(runs.glob("tf2dist-*/checkpoints/step-*")))
-    # As --signal does before the time limit, and preemption before its end.
-    nodes.run("scancel", "--signal=TERM", f"{job}.0")
-
-    # Before its tasks have ended, the job counts the restart already, and then sets its time of start anew.
-    def is_requeued() -> bool:
-        shown = nodes.run("scontrol", "show", "job", job).stdout
-        return "Restarts=1" in shown and "JobState=PENDING" in shown
-
-    wait_for("requeued", tmp_path, is_requeued)
+    stop_and_requeue(nodes, tmp_path, job)
     steps = {path.name for path in runs.glob("tf2dist-*/checkpoints/step-*")}
     saved = max(int(name.partition("-")[2]) for name in steps)
     # SLURM waits for two minutes otherwise.
@@ -179,6 +197,31 @@ def test_the_rendered_script_goes_on_after_a_signal_and_ends_at_scancel(nodes: S
     nodes.run("scancel", job)
     wait_for("ended", tmp_path, lambda: "JobState=CANCELLED" in nodes.run("scontrol", "show", "job", job).stdout)
     wait_for("no task is left", tmp_path, lambda: not nodes.run("squeue", "-h").stdout)
+
+
+def test_a_script_of_a_user_goes_on_after_a_signal(nodes: Slurm, tmp_path: Path) -> None:
+    """It says nothing of the cluster, and the run directory is that of the job."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = submit(
+        nodes,
+        tmp_path,
+        *("--line=#SBATCH --nodes=4", "mode=async", "cluster.num_workers=1", "cluster.num_ps=2"),
+        *("simulate.delay_secs=[0.01]", "checkpoint.every_steps=50", "--command", "python train.py async 20"),
+        common=("figure=false", "devices.onednn=false"),
+    )
+    runs, output = tmp_path / "runs", tmp_path / "out"
+    wait_for("a checkpoint", tmp_path, lambda: any(runs.glob("tf2dist-*/checkpoints/step-*")))
+    stop_and_requeue(nodes, tmp_path, job)
+    nodes.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_for(
+        "completed", tmp_path, lambda: "JobState=COMPLETED" in nodes.run("scontrol", "show", "job", job).stdout, 200
+    )
+    text = output.read_text()
+    saved = re.findall(r"saved at step (\d+)", text)
+    assert f"going on at step {saved[0]}\n" in text
+    assert "steps: 2000\n" in text
+    (summary,) = [json.loads(path.read_text()) for path in runs.glob("tf2dist-*/summary.json")]
+    assert summary["cluster"] == {"worker": 1, "ps": 2}
 
 
 def test_the_doctor_and_fit_find_the_same_place(nodes: Slurm, tmp_path: Path) -> None:
