@@ -1,4 +1,4 @@
-# make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make versions [ARGS=oldest]   make lint   make docs   make lock   make dist   make clean
+# make install   make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make versions [ARGS=oldest]   make lint   make docs   make lock   make dist   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: train test slow chaos bench versions lint docs lock dist clean
+.PHONY: install train test slow chaos bench versions lint docs lock dist clean
+
+# An environment in .venv, with the versions of requirements.lock.
+install: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)

@@ -31,7 +31,7 @@ NEED_MNIST = {
     "docs/compare.md",
     "docs/hosts.md",
     "docs/results.md",
-    "docs/stopping.md",
+    "docs/failures.md",
     "docs/train_step.md",
 }
 # A page that uses the files of another one.
@@ -46,13 +46,14 @@ ELSEWHERE = {
     r"^docs/api\.md: python \w+\.py": "tests/e2e/test_docs.py::test_the_example_of_the_fixtures",
     r": .*(=lion|=discounted|MYJOB_)": "tests/e2e/test_docs.py::test_the_examples_of_contributing",
     r"^CONTRIBUTING\.md: make ": "not tested: it runs all tests",
-    r"^docs/recipes\.md: python ": "tests/e2e/test_recipes.py::test_the_command_trains_to_the_end",
+    r"^docs/recipes\.md: python -m tf2dist ": "tests/e2e/test_recipes.py::test_the_command_trains_to_the_end",
     r": host\d\$ ": "tests/e2e/test_page_commands.py::test_the_commands_of_several_hosts",
     r": (chief|ps\d|worker\d)\$ ": "tests/e2e/test_page_commands.py::test_a_terminal_for_each_task",
     r": nft ": "not tested: changes the firewall of the machine",
     r": srun .*:": "tests/e2e/test_slurm.py::test_a_heterogeneous_job",
     r": srun python": "tests/e2e/test_slurm.py::test_sync_with_two_workers",
     r": sbatch ": "tests/e2e/test_slurm.py::test_the_rendered_script_trains_on_four_nodes",
+    r": cat slurm-7": "tests/e2e/test_slurm.py::test_the_program_of_the_page",
     r": ray job ": "tests/e2e/test_ray.py::test_async_on_three_nodes",
     r": (kubectl|podman) ": "tests/e2e/test_pods.py::test_sync_pods_train_to_the_end",
     r": docker ": "not tested: needs images in a registry",
@@ -277,51 +278,101 @@ def test_make_train(tmp_path: Path, real_data: str) -> None:
 # What is added to the commands of several hosts.
 SMALL = "data=digits model=softmax figure=false devices.onednn=false"
 ROLES = ["task.type=chief task.index=0", "task.type=ps task.index=0", "task.type=worker task.index=0"]
-# The hosts and the words that differ from host to host, in the order of the blocks of the page.
-TASKS: list[dict[str, str]] = [
-    {"host1": "", "host2": ""},
-    dict(zip(["host0", "host1", "host2", "host3"], [*ROLES, "task.type=worker task.index=1"], strict=True)),
-    {f"host{rank + 1}": f"cluster.rank={rank}" for rank in range(4)},
-    {f"host{rank}": f"cluster.rank={rank}" for rank in range(6)},
+# By a text in the block: the hosts, and the words that differ from host to host.
+TASKS: dict[str, dict[str, str]] = {
+    "python train.py": {"host1": "", "host2": ""},
+    "cluster=tf_config\n\nhost2": {"host1": "", "host2": ""},
+    "waiting for": {"host1": "", "host2": ""},
+    "is refused": {"host1": "", "host2": ""},
+    "cluster=hosts": dict(
+        zip(["host0", "host1", "host2", "host3"], [*ROLES, "task.type=worker task.index=1"], strict=True)
+    ),
+    "host2$ python -m tf2dist mode=async cluster=ranks": {
+        f"host{rank + 1}": f"cluster.rank={rank}" for rank in range(4)
+    },
+    "six_hosts=": {f"host{rank}": f"cluster.rank={rank}" for rank in range(6)},
+}
+CLUSTER = {"worker": ["host1:2222", "host2:2222"]}
+TWO_HOSTS = [
+    {"TF_CONFIG": json.dumps({"task": {"type": "worker", "index": index}, "cluster": CLUSTER})} for index in (0, 1)
 ]
+HOST_BLOCKS = [block for block in BLOCKS if block.page == "docs/hosts.md" and re.match(r"host\d\$ ", block.text)]
 
 
-def of_several_hosts(number: int, options: str) -> tuple[dict[str, Pod], dict[str, str]]:
+def of_several_hosts(part: str, options: str) -> tuple[dict[str, Pod], dict[str, str]]:
     """Every host with its script, and what is shown of its output. Hosts that are not shown have their own words."""
-    block = [block for block in BLOCKS if block.page == "docs/hosts.md" and block.text.startswith("host")][number]
+    (block,) = [block for block in HOST_BLOCKS if part in block.text]
     texts: dict[str, str] = {}
     shown: dict[str, str] = {}
     for step in commands(block):
         host, _, text = step.text.partition("$ ")
         texts[host] = texts.get(host, "") + text + (f" {SMALL} {options}\n" if "tf2dist" in text else "\n")
-        shown[host] = step.shown or ""
-    words = TASKS[number]
+        shown[host] = shown.get(host, "") + (step.shown or "")
+    words = TASKS[part]
     first = next(iter(texts))
     assert words[first] in texts[first]
     scripts = {host: texts.get(host, texts[first].replace(words[first], own)) for host, own in words.items()}
-    env = {"six_hosts": ",".join(TASKS[3]), "TF2DIST_TOKEN": "of sixteen or more characters"}
+    env = {"TF2DIST_TOKEN": "of sixteen or more characters", "TF_CPP_MIN_LOG_LEVEL": "3"}
     return {host: Pod(host, host, ["bash", "-c", script], env, {}) for host, script in scripts.items()}, shown
+
+
+def test_every_block_of_several_hosts_is_run() -> None:
+    assert sorted(part for block in HOST_BLOCKS for part in TASKS if part in block.text) == sorted(TASKS)
+    assert len(HOST_BLOCKS) == len(TASKS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_commands_of_several_hosts(number: int, tmp_path: Path) -> None:
-    pods, _ = of_several_hosts(number, f"train.steps=200 run_dir={tmp_path}/runs/$HOSTNAME")
+def test_fit_on_two_hosts(tmp_path: Path) -> None:
+    (program,) = [block for block in BLOCKS if block.page == "docs/hosts.md" and file_of(block) == "train.py"]
+    (tmp_path / "train.py").write_text(program.text)
+    pods, shown = of_several_hosts("python train.py", "")
+    with hosts(len(pods)) as made:
+        run = Pods(made, tmp_path, list(pods.values()))
+        run.start_all()
+        assert set(run.codes().values()) == {0}, str(run)
+        for host in pods:
+            assert is_as_shown(shown[host], run.running[host].output.replace(str(tmp_path), HOME)), str(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("part", "codes"), [("waiting for", {"host1": 138}), ("is refused", {"host1": 138, "host2": 2})]
+)
+def test_hosts_that_wait_or_differ(part: str, codes: dict[str, int], tmp_path: Path) -> None:
+    pods, shown = of_several_hosts(part, f"startup_timeout_secs=20 run_dir={tmp_path}/runs/$HOSTNAME")
+    with hosts(2) as made:
+        placed = [pod._replace(env=pod.env | task) for pod, task in zip(pods.values(), TWO_HOSTS, strict=True)]
+        run = Pods(made, tmp_path, placed)
+        for place, host in enumerate(pods):
+            run.publish(host, place)
+        for place, host in enumerate(codes):
+            run.start(host, place)
+        assert run.codes() == codes, str(run)
+        for host in codes:
+            assert is_as_shown(shown[host], run.running[host].output), str(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", [part for part in TASKS if "cluster=" in part])
+def test_the_commands_of_several_hosts(part: str, tmp_path: Path) -> None:
+    pods, _ = of_several_hosts(part, f"train.steps=200 run_dir={tmp_path}/runs/$HOSTNAME")
     with hosts(len(pods)) as made:
         run = Pods(made, tmp_path, list(pods.values()))
         run.start_all()
         assert set(run.codes().values()) == {0}, str(run)
     (summary,) = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json")]
     assert summary["global_step"] == summary["updates_applied"] == 200
-    assert summary["cluster"] == {"worker": 2, "ps": 1 if number else 0}
+    assert summary["cluster"] == {"worker": 2, "ps": 0 if "tf_config" in part else 1}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_workers_that_join_later(tmp_path: Path) -> None:
     delays = "simulate.delay_secs=[0.05,0.05,0.05,0.05]"
-    pods, shown = of_several_hosts(3, f"train.steps=1000 {delays} run_dir={tmp_path}/runs/$HOSTNAME")
+    pods, shown = of_several_hosts("six_hosts=", f"train.steps=1000 {delays} run_dir={tmp_path}/runs/$HOSTNAME")
     with hosts(len(pods)) as made:
         run = Pods(made, tmp_path, list(pods.values()))
         for place in (0, 1, 2, 3):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import COMMAND, REPOSITORY
+from tests.conftest import BLOCKS, COMMAND, REPOSITORY
 from tests.fake_gpu import FakeGpus, why_not
+from tests.shown import is_as_shown
 from tests.slurm import Slurm, slurm, submit, wait_for
 from tf2dist.cluster.slurm import nodes_in
 
@@ -212,16 +213,30 @@ def test_a_script_of_a_user_goes_on_after_a_signal(nodes: Slurm, tmp_path: Path)
     runs, output = tmp_path / "runs", tmp_path / "out"
     wait_for("a checkpoint", tmp_path, lambda: any(runs.glob("tf2dist-*/checkpoints/step-*")))
     stop_and_requeue(nodes, tmp_path, job)
-    nodes.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-    wait_for(
-        "completed", tmp_path, lambda: "JobState=COMPLETED" in nodes.run("scontrol", "show", "job", job).stdout, 200
-    )
+
+    def is_completed() -> bool:
+        # SLURM waits for two minutes otherwise, and may set that time anew after the tasks have ended.
+        nodes.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return "JobState=COMPLETED" in nodes.run("scontrol", "show", "job", job).stdout
+
+    wait_for("completed", tmp_path, is_completed, secs=300)
     text = output.read_text()
     saved = re.findall(r"saved at step (\d+)", text)
     assert f"going on at step {saved[0]}\n" in text
     assert "steps: 2000\n" in text
     (summary,) = [json.loads(path.read_text()) for path in runs.glob("tf2dist-*/summary.json")]
     assert summary["cluster"] == {"worker": 1, "ps": 2}
+
+
+def test_the_program_of_the_page(nodes: Slurm, tmp_path: Path) -> None:
+    page = [block for block in BLOCKS if block.page == "docs/engines.md"]
+    (program,) = [block.text for block in page if block.text.startswith("# train.py\n")]
+    (shown,) = re.findall(r"^\$ cat slurm-7.out\n(.*)", "".join(block.text for block in page), re.M | re.S)
+    (tmp_path / "train.py").write_text(program)
+    request = ("mode=sync", "cluster.num_workers=2", "--command", "python train.py")
+    job = submit(nodes, tmp_path, "--line=#SBATCH --wait", "--line=#SBATCH --nodes=2", *request, common=())
+    printed = (tmp_path / "out").read_text().replace(str(tmp_path), "/home/me").replace(f"-{job}\n", "-7\n")
+    assert is_as_shown(shown.partition("python -m tf2dist")[0], printed), printed
 
 
 def test_the_doctor_and_fit_find_the_same_place(nodes: Slurm, tmp_path: Path) -> None:

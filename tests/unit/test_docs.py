@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hydra._internal.utils import get_args_parser
 
+import tf2dist
 from tests.conftest import BLOCKS, PAGES, REPOSITORY, Block
 from tests.pictures import drawings
 from tests.twins import TWINS, is_translation
@@ -288,3 +289,33 @@ def test_every_test_that_is_named_exists() -> None:
     assert len(named) > len(FAILURE_MODES)
     missing = [f"{path}::{name}" for path, name in named if name not in names_in(path)]
     assert not missing
+
+
+def texts_of_the_code() -> list[str]:
+    """The texts in the code of the package, with a sign for what is filled in."""
+    found = []
+    for path in (REPOSITORY / "tf2dist").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_that_are_explained_are_those_of_the_code() -> None:
+    section = PAGES["docs/failures.md"].partition("## Messages on many hosts\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) >= 10
+    texts = texts_of_the_code()
+    for message in (message for row in rows for message in in_code(row)):
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), message
+
+
+def test_the_table_of_errors_has_all_with_their_exit_codes() -> None:
+    section = PAGES["docs/failures.md"].partition("## Errors of fit\n")[2].partition("\n## ")[0]
+    shown = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", section, re.MULTILINE))
+    errors = {name: getattr(tf2dist, name) for name in tf2dist.__all__ if name.endswith(("Error", "TaskFailure"))}
+    assert {name: str(kind.exit_code) for name, kind in errors.items() if name != "TfDistError"} == shown

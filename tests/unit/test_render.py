@@ -422,7 +422,8 @@ def shown() -> Iterator[tuple[str, str]]:
     for block in BLOCKS:
         if block.page != "docs/engines.md":
             continue
-        if command := re.search(r"^(?:\$ )?python -m tf2dist\.render (.*)$", block.text, re.MULTILINE):
+        text = block.text.replace("\\\n", "")  # the command goes on in the next line
+        if command := re.search(r"^(?:\$ )?python -m tf2dist\.render (.*)$", text, re.MULTILINE):
             options = re.sub(r" --(out \S+|submit)", "", command[1])
         elif block.language in ("text", "yaml"):
             yield options, block.text
@@ -430,7 +431,7 @@ def shown() -> Iterator[tuple[str, str]]:
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = list(shown())
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for options, block in blocks:
         text = rendered(capsys, *shlex.split(options))
         for part in block.split("...\n"):
