@@ -40,6 +40,8 @@ LATE = (
     *(("straggler sync", "delayed"), ("straggler sync", "alike")),
 )
 FIRST_STEP = (("first step async", "tf2dist"),)
+ALL_TABLES = (*TABLES, ("tables keras sync", "tf2dist"))
+ROWS = (("tables rows async", "10 million rows"), ("tables rows async", "1 thousand rows"))
 FROM_TO = (LATE[1], LATE[0], LATE[3], LATE[2])
 OLD_TEXT, OLD_TEXT_ZH = "{} steps/s | TensorFlow 1 program {} | {}", "{} 步/秒 | TensorFlow 1 程序 {} | {}"
 DDP_TEXT, DDP_TEXT_ZH = "{} steps/s | PyTorch DDP with gloo {} | {}", "{} 步/秒 | PyTorch DDP（gloo）{} | {}"
@@ -71,6 +73,13 @@ QUOTED = [
     in_table("README.zh.md", f"同步，1,200 万参数，2 个工作节点 | {DDP_TEXT_ZH}", LARGE_SYNC, "torch gloo"),
     Quoted("docs/modes.md", "six times as slow, {} steps/s are left of {}, and {} of {} with `sync`", LATE),
     Quoted("docs/fit.md", "importing TensorFlow, since the tasks have to import it, too: {} s", FIRST_STEP),
+    Quoted(
+        "docs/embeddings.md",
+        "workers take {} steps/s, and Keras `fit` {}**, on the same two cores ([benchmarks.md](benchmarks.md), "
+        "`tables keras async`); two synchronous ones take {} steps/s",
+        ALL_TABLES,
+    ),
+    Quoted("docs/embeddings.md", "the workers take {} steps/s, with a thousand rows {},", ROWS),
     Quoted("docs/zh/modes.md", "六分之一时，从每秒 {} 步降到 {} 步，`sync` 则从 {} 步降到 {} 步", FROM_TO),
 ]
 BENCH = {row["name"]: row for row in json.loads((REPOSITORY / "docs/bench.json").read_text())["comparisons"]}
