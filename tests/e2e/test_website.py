@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,12 @@ function state(page, width, theme, shown) {
     paper: getComputedStyle(document.body).backgroundColor,
     faint: faint.map((one) => `${contrast(one).toFixed(2)} ${one.outerHTML.slice(0, 120)}`),
     uncopied: [...document.querySelectorAll("pre:not(:has(+ .copybtn))")].map((one) => one.outerHTML.slice(0, 80)),
+    cut: [...document.querySelectorAll(".table-wrapper")].filter((one) => one.scrollWidth > one.clientWidth).length,
     broken: [...document.images].filter((image) => image.complete && !image.naturalWidth).map((image) => image.src),
   };
 }
 addEventListener("load", async () => {
-  const seen = {pages: [], found: [], copied: "", hasChinese: drawn("参") !== drawn("数")};
+  const seen = {pages: [], found: {}, copied: "", hasChinese: drawn("参") !== drawn("数")};
   for (const width of [1280, 390]) {
     for (const page of PAGES) {
       const shown = await frame(page, width);
@@ -63,13 +65,24 @@ addEventListener("load", async () => {
       shown.remove();
     }
   }
-  const search = await frame("search.html?q=staleness", 1280);
-  await new Promise((done) => setTimeout(done, 5000));
-  seen.found = [...search.contentDocument.querySelectorAll("ul.search li a")].map((link) => link.href);
+  for (const word of WORDS) {
+    const search = await frame(`search.html?q=${word}`, 1280);
+    await new Promise((done) => setTimeout(done, 5000));
+    seen.found[word] = [...search.contentDocument.querySelectorAll("ul.search li a")].map((link) => link.href);
+  }
   document.getElementById("seen").textContent = JSON.stringify(seen);
 });
 </script>"""
 )
+
+# What is searched for, and a page that has it.
+WORDS = {
+    "staleness": "docs/modes.html",
+    "梯度": "docs/zh/modes.html",
+    "失联": "README.zh.html",
+    "异步": "docs/zh/modes.html",
+    "参数服务器": "docs/zh/tf1.html",
+}
 
 # On a page of its own, in which the tour must see all that is wrong.
 SPOILED = """<p style="width: 2000px; color: #777; background: #fff">wide and faint</p><img src="none.png" alt="">
@@ -97,7 +110,11 @@ def seen(website: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     """What a browser has seen of all pages, and of a spoiled one."""
     pages = {str(path.relative_to(website)) for path in website.rglob("*.html")} - {"index.html"}
     tour = website / "tour.html"
-    tour.write_text(TOUR.replace("PAGES", json.dumps([*sorted(pages), "spoiled.html"])))
+    lists = {"PAGES": [*sorted(pages), "spoiled.html"], "WORDS": [*WORDS, "度梯"]}
+    text = TOUR
+    for name, words in lists.items():
+        text = text.replace(name, json.dumps(words))
+    tour.write_text(text)
     (website / "spoiled.html").write_text((website / "README.html").read_text().replace("<h1>", f"{SPOILED}<h1>"))
     profile = tmp_path_factory.mktemp("profile")
     found, console = look(tour, profile, "--allow-file-access-from-files", virtual_secs=120, timeout_secs=300)
@@ -167,5 +184,25 @@ def test_the_tour_sees_what_is_wrong(seen: dict[str, Any]) -> None:
         assert [len(page[what]) for what in ("faint", "uncopied", "broken")] == [1, 1, 1]
 
 
-def test_the_search_finds_a_word(seen: dict[str, Any]) -> None:
-    assert any(link.partition("?")[0].endswith("docs/modes.html") for link in seen["found"])
+@pytest.mark.parametrize("word", WORDS)
+def test_the_search_finds_a_word(seen: dict[str, Any], word: str) -> None:
+    """Also in Chinese, which has no spaces between words."""
+    assert any(link.partition("?")[0].endswith(WORDS[word]) for link in seen["found"][word])
+
+
+def test_the_search_finds_nothing_where_nothing_is(seen: dict[str, Any]) -> None:
+    assert seen["found"]["度梯"] == []
+
+
+def test_options_fit_a_phone(seen: dict[str, Any]) -> None:
+    """No description is off the screen; long names are broken there, but not on a wide screen."""
+    cut = {one["width"]: one["cut"] for one in seen["pages"] if one["page"] == "docs/options.html"}
+    assert cut == {1280: 0, 390: 0}
+
+
+def test_a_page_leads_to_its_source_and_in_its_language_to_the_next(website: Path) -> None:
+    source = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    page = (website / "docs/zh/modes.html").read_text()
+    for text in (f'href="{source}/edit/main/docs/zh/modes.md"', "<span>下一页</span>", "logo.svg"):
+        assert text in page
+    assert "<span>Next</span>" in (website / "docs/modes.html").read_text()

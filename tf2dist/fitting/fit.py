@@ -65,9 +65,8 @@ def fit(arguments: FitArguments) -> Result:
 
     For example, with four workers on this machine::
 
-        result = tf2dist.fit(
-            model, x, y, batch_size=100, epochs=5, validation_split=0.1, mode="sync", cluster=tf2dist.Local(workers=4)
-        )
+        four = tf2dist.Local(workers=4)
+        result = tf2dist.fit(model, x, y, epochs=5, validation_split=0.1, mode="sync", cluster=four)
         print(result.history["val_accuracy"][-1], result.run_dir)
         result.model.evaluate(x_test, y_test)
 
