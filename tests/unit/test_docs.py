@@ -4,7 +4,9 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from itertools import zip_longest
+from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +18,8 @@ from tests.pictures import drawings
 from tests.twins import TWINS, is_translation
 from tf2dist import doctor, render
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
-from tf2dist.config.schema import MODES, OPTIONS
+from tf2dist.config.option import COMMAND_LINE
+from tf2dist.config.schema import MODES, OPTIONS, RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.tools.comparing.matrix import PARSERS
 
@@ -38,11 +41,12 @@ def in_code(text: str) -> list[str]:
     return re.findall(r"`([^`]*)`", text)
 
 
-LISTED = {  # by option: the default and the description
-    name: (default, row[2])
+SECTIONS = PAGES["docs/options.md"].split("\n## ")
+LISTED = {  # by option: the default, the types of the row, and the description
+    name: (default, row[1], row[2])
     for row in ROWS
-    if in_code(row[0])[0] not in groups()
-    for name, default in zip(in_code(row[0]), in_code(row[1]), strict=True)
+    if len(row) == 3 and "=" in row[0]
+    for name, _, default in (code.partition("=") for code in in_code(row[0]))
 }
 
 
@@ -62,11 +66,48 @@ def written(files: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def test_every_option_is_listed_with_its_default() -> None:
-    assert {name: default for name, (default, _) in LISTED.items()} == defaults()
+    assert {name: default for name, (default, _, _) in LISTED.items()} == defaults()
+
+
+def types_in(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each option of a dataclass with the name of its type, without None."""
+    for entry in fields(section):
+        if is_dataclass(entry.type):
+            yield from types_in(entry.type, f"{prefix}{entry.name}.")
+        else:
+            kind = entry.type.__name__ if entry.type in (bool, float, int, str) else str(entry.type)
+            yield f"{prefix}{entry.name}", kind.removesuffix(" | None")
+
+
+def test_every_option_is_listed_with_its_type() -> None:
+    types = dict(types_in(RunConfig))
+    wrong = {name: kind for name, (_, kind, _) in LISTED.items() if name in types and kind != types[name]}
+    assert wrong == {}
+    assert {kind for _, kinds, _ in LISTED.values() for kind in kinds.split(", ")} <= {*types.values(), "list[int]"}
+
+
+def test_the_page_says_what_fit_takes_in_options() -> None:
+    """Where `fit` has an argument instead, the row names it; what only the command has is told there or above."""
+    texts = {row[0].strip("`"): row[2] for row in ROWS if len(row) == 3} | {
+        name: text for name, (_, _, text) in LISTED.items()
+    }
+    for name, option in OPTIONS.items():
+        if option.fit == COMMAND_LINE:
+            above = [section.partition("\n|")[0] for section in SECTIONS if f"\n| `{name}=" in section]
+            assert "not in `fit`" in " ".join([texts[name.removesuffix(".name")], *above]).lower(), name
+        else:
+            named = re.search(r"\(`fit`: (.*?)\)", texts[name.removesuffix(".kind")])
+            assert (named[1].replace("`", "") if named else "") == option.fit, name
+
+
+def test_the_ten_options_come_first() -> None:
+    ten = dict(code.split("=") for row in ROWS[:10] for code in in_code(row[0]))
+    assert len(ten) == 10
+    assert ten == {name: (defaults() | CHOSEN)[name] for name in ten}
 
 
 def test_the_choices_are_those_in_conf() -> None:
-    rows = {in_code(row[0])[0]: row[1] for row in ROWS if in_code(row[0])[0] in groups()}
+    rows = {row[0].strip("`"): row[1] for row in ROWS if row[0].strip("`") in groups()}
     for group, shown in rows.items():
         listed = set(in_code(shown)) | ({"local2", "local3"} if "`local1` ... `local4`" in shown else set())
         assert listed == set(groups()[group])
@@ -76,7 +117,7 @@ def test_the_choices_are_those_in_conf() -> None:
 
 def test_the_default_length_of_a_training() -> None:
     text = f"{DEFAULT_EPOCHS['mnist']:g} passes over MNIST, {DEFAULT_EPOCHS['digits']:g} over digits"
-    assert text in LISTED["train.epochs"][1]
+    assert text in LISTED["train.epochs"][2]
 
 
 def test_the_modes_have_the_options_that_their_page_says() -> None:

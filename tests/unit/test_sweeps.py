@@ -12,7 +12,7 @@ from tf2dist.config.compose import ConfigSource, open_hydra, prepare_overrides
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError
 from tf2dist.launch.run_dir import finished_summary
-from tf2dist.launch.sweep import check_same, sweep_dir
+from tf2dist.launch.sweep import check_same, compared_value, sweep_dir
 from tf2dist.launch.sweep_report import Row, as_csv, as_table, read_rows
 
 NO_FOLDER = ConfigSource()
@@ -151,3 +151,10 @@ def test_the_file(rows: list[Row]) -> None:
     assert [row["state"] for row in read] == ["done", "failed", "stopped", "waiting"]
     assert [row["exit_code"] for row in read] == ["0", "3", "130", ""]
     assert (read[0]["model.hidden_units"], read[0]["test_accuracy"], read[3]["wall_secs"]) == ("[3,4]", "0.97654", "")
+
+
+def test_a_sweeper_compares_the_loss_where_there_is_no_accuracy() -> None:
+    """Optuna's ends the search at a job without a number."""
+    assert compared_value({"validation_accuracy": 0.9, "validation_loss": 0.3}) == 0.9
+    assert compared_value({"validation_mae": 0.2, "validation_loss": 0.3}) == 0.3
+    assert compared_value({"test_loss": 0.3}) is None

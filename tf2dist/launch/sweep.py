@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
@@ -162,7 +163,7 @@ _stopped_by: list[int] = []  # the signal that has stopped a job of this process
 
 
 def sweep_job(composed: DictConfig, draw: Draw) -> float | Failed | None:
-    """Runs one job of a sweep, in this process or in one of a launcher; returns its validation accuracy, if it has one.
+    """Runs one job of a sweep, in this process or in one of a launcher; returns what a sweeper compares.
 
     A job that is done already returns at once.
     """
@@ -188,4 +189,10 @@ def sweep_job(composed: DictConfig, draw: Draw) -> float | Failed | None:
         if is_here:
             raise KeyboardInterrupt(signals.signum)
         _stopped_by.append(signals.signum)
-    return Failed(code) if code else summary.get("validation_accuracy")
+    return Failed(code) if code else compared_value(summary)
+
+
+def compared_value(summary: dict[str, Any]) -> float | None:
+    """The validation accuracy, or of a model without one the validation loss; None if nothing was validated."""
+    value: float | None = summary.get("validation_accuracy", summary.get("validation_loss"))
+    return value
