@@ -174,8 +174,10 @@ def main() -> int:
     print(*(f"{name}: {NOT_HERE}" for name in missing), sep="\n", end="\n" * bool(missing), flush=True)
     chosen = [name for name in asked or SETS if name not in missing]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    rows = [run(name) for name in chosen]
-    PAGE.write_text(merged(PAGE.read_text(), rows))
+    rows = []
+    for name in chosen:
+        rows.append(run(name))
+        PAGE.write_text(merged(PAGE.read_text(), rows))
     return 0 if all(re.fullmatch(r"\d+ passed", cell) for row in rows for cell in row[-len(RUNS) :]) else 1
 
 

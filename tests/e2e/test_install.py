@@ -1,4 +1,7 @@
-"""What is built is whole, an index takes it, and the command, the modules, the types and the tests work from it."""
+"""What is built is whole, an index takes it, and the command, the modules, the types and the tests work from it.
+
+The slow tests install the wheel into an environment of its own, as a user does.
+"""
 
 import email
 import os
@@ -16,14 +19,14 @@ from tests.conftest import BLOCKS, REPOSITORY, slowness
 NOT_SOURCES = (".venv", ".git", ".*_cache", ".hypothesis", "build", "dist", "outputs", "__pycache__", "*.egg-info")
 
 
-def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
+def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None, secs: float = 120.0) -> str:
     completed = subprocess.run(
         list(command),
         cwd=cwd,
         env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120 * slowness(),
+        timeout=secs * slowness(),
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
@@ -134,3 +137,99 @@ def test_the_lock_file_names_no_index() -> None:
     assert "://" not in text
     assert text.count("--hash=sha256:") > 100
     assert all("==" in line or line.startswith("    --hash") for line in text.splitlines() if line)
+
+
+INSTALL_SECS = 900.0
+# What would lead from an environment of its own to that of development.
+IN_ITS_OWN = {"PYTHONPATH": "", "VIRTUAL_ENV": "", "TF2DIST_WARM_PROCESS": ""}
+# TensorFlow is installed for the first of these tests, which takes about two minutes.
+LONG = pytest.mark.timeout(1500)
+
+
+def locked() -> str:
+    """The versions of requirements.lock, whose hashes would be demanded of the wheel, too."""
+    text = (REPOSITORY / "requirements.lock").read_text()
+    return re.sub(r"^ +--hash.*\n| *\\$", "", text, flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment in which only the wheel and what it requires are installed."""
+    folder = tmp_path_factory.mktemp("own")
+    asked = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder / "asked"), "packaging"]
+    if subprocess.run(asked, capture_output=True, timeout=120 * slowness()).returncode:
+        pytest.skip("no package index can be reached, from which TensorFlow would be installed")
+    (folder / "constraints.txt").write_text(locked())
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    pip = ["-m", "pip", "install", "--quiet", "--constraint", "constraints.txt"]
+    run(python, *pip, next(dist.glob("tf2dist-*.whl")), cwd=folder, env=IN_ITS_OWN, secs=INSTALL_SECS)
+    return python
+
+
+class Elsewhere:
+    """Runs commands of the environment of its own in another folder."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python, self.folder = python, folder
+
+    def __call__(self, *arguments: str) -> str:
+        """What the environment's Python prints with these arguments."""
+        return run(self.python, *arguments, cwd=self.folder, env=IN_ITS_OWN)
+
+
+@pytest.fixture
+def elsewhere(python: Path, tmp_path: Path) -> Elsewhere:
+    return Elsewhere(python, tmp_path)
+
+
+@pytest.mark.slow
+@LONG
+def test_it_is_installed_alone(elsewhere: Elsewhere) -> None:
+    where = elsewhere("-c", "import tf2dist.conf; print(tf2dist.conf.__file__)")
+    assert where.startswith(str(elsewhere.python.parents[1]))
+    elsewhere("-m", "pip", "check")
+    packages = elsewhere("-m", "pip", "list")
+    assert re.search(r"^tf2dist +\d", packages, re.MULTILINE)
+    assert not re.search(r"^(pytest|ruff|mypy) ", packages, re.MULTILINE)
+
+
+@pytest.mark.slow
+@LONG
+def test_a_run_and_its_prediction(elsewhere: Elsewhere) -> None:
+    command = elsewhere.python.with_name("tf2dist")
+    told = run(command, "data=digits", "cluster=local2", "run_dir=run", cwd=elsewhere.folder, env=IN_ITS_OWN)
+    assert re.search(r"^test accuracy 0\.9\d+, loss ", told, re.MULTILINE)
+    files = {path.name for path in (elsewhere.folder / "run").iterdir()}
+    assert {"summary.json", "training.png", "model.keras", "config.yaml"} <= files
+    assert "accuracy 0.9" in elsewhere("-m", "tf2dist.predict", "run")
+
+
+@pytest.mark.slow
+@LONG
+def test_the_program_of_the_readme(elsewhere: Elsewhere) -> None:
+    program = next(block.text for block in BLOCKS if block.page == "README.md" and block.language == "python")
+    (elsewhere.folder / "train.py").write_text(program)
+    error, steps = elsewhere("train.py").split("\n")[0].split()
+    assert float(error) < 0.3
+    assert int(steps) > 0
+
+
+@pytest.mark.slow
+@LONG
+def test_comparing(elsewhere: Elsewhere) -> None:
+    told = elsewhere(
+        "-m", "tf2dist.compare", "data=digits", "modes=sync,async", "seeds=1", "until=50steps", "delays=[0]"
+    )
+    report = Path(told.strip().split("\n")[-1])
+    assert report.name == "report.html"
+    assert '<img src="data:image/svg+xml;base64,' in report.read_text()
+
+
+@pytest.mark.slow
+@LONG
+def test_rendering_and_the_doctor(elsewhere: Elsewhere) -> None:
+    assert elsewhere("-m", "tf2dist.render", "slurm", "mode=sync", "cluster.num_workers=2").startswith("#!/bin/bash")
+    told = elsewhere("-m", "tf2dist.doctor", "data=digits", "cluster=local2")
+    assert not re.search("^fail", told, re.MULTILINE)
+    assert "ok    gpu: " in told

@@ -1,6 +1,7 @@
 """`make versions`: which releases it asks for, and its table."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,20 @@ def test_rows_are_replaced_and_others_stay() -> None:
     assert lines[5:7] == ["| locked | 2 |", "| newest | 1 |"]
     assert lines[4].startswith("| oldest | not here | - |"), "a set that was never run"
     assert len(lines) == 4 + len(versions.SETS) + 2
+
+
+def test_a_row_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later set may end the command, as where an index does not answer."""
+    page = tmp_path / "versions.md"
+    page.write_text(versions.PAGE.read_text())
+    rows = {"oldest": ["oldest", "new"]}
+    monkeypatch.setattr(versions, "PAGE", page)
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
+    monkeypatch.setattr(versions, "run", rows.__getitem__)
+    monkeypatch.setattr(sys, "argv", ["versions", "oldest", "newest"])
+    with pytest.raises(KeyError):
+        versions.main()
+    assert "| oldest | new |" in page.read_text()
 
 
 @pytest.mark.parametrize(
