@@ -48,12 +48,16 @@ class Block(NamedTuple):
     text: str
 
 
+def blocks_of(page: str, content: str) -> list[Block]:
+    fences = re.findall(r"^( *)(`{3,})(.*)\n((?:.*\n)*?)\1\2 *$", content, re.MULTILINE)
+    return [
+        Block(page, language.strip(), re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
+        for indent, _, language, text in fences
+    ]
+
+
 # In the order of the pages, and of the blocks in each.
-BLOCKS = [
-    Block(page, language.strip(), re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
-    for page, content in PAGES.items()
-    for indent, _, language, text in re.findall(r"^( *)(`{3,})(.*)\n((?:.*\n)*?)\1\2 *$", content, re.MULTILINE)
-]
+BLOCKS = [block for page, content in PAGES.items() for block in blocks_of(page, content)]
 
 # For TensorFlow in the tests' own process, and against every network.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -9,11 +9,15 @@ from tests.conftest import Block
 # By page in Chinese, the one in English.
 TWINS = {
     "README.zh.md": "README.md",
+    "docs/zh/embeddings.md": "docs/embeddings.md",
     "docs/zh/fit.md": "docs/fit.md",
     "docs/zh/four_ideas.md": "docs/four_ideas.md",
+    "docs/zh/hosts.md": "docs/hosts.md",
     "docs/zh/modes.md": "docs/modes.md",
     "docs/zh/tf1.md": "docs/coming_from/tf1.md",
 }
+# Where the page in English goes on alone.
+ENDS = {"docs/hosts.md": "\n## Ranks\n"}
 CHINESE = re.compile(r"[\u3000-\u9fff\uff00-\uffef]")
 COMMENT = re.compile(r"(?:^|(?<=\s))[ \t]*# .*$", re.MULTILINE)
 # Of tasks, files, options and flags, as drawings and lists of files have them.

@@ -13,9 +13,9 @@ import yaml
 from hydra._internal.utils import get_args_parser
 
 import tf2dist
-from tests.conftest import BLOCKS, PAGES, REPOSITORY, Block
+from tests.conftest import BLOCKS, PAGES, REPOSITORY, Block, blocks_of
 from tests.pictures import drawings
-from tests.twins import TWINS, is_translation
+from tests.twins import ENDS, TWINS, is_translation
 from tf2dist import doctor, render
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
 from tf2dist.config.option import COMMAND_LINE
@@ -204,16 +204,15 @@ def test_every_file_in_the_tables_of_inside_exists() -> None:
 @pytest.mark.parametrize(("chinese", "english"), TWINS.items())
 def test_a_chinese_page_shows_what_the_english_one_shows(chinese: str, english: str) -> None:
     """The same blocks in the same order, and the same options and files."""
+    whole, end = PAGES[english], ENDS.get(english, "")
+    text = whole[: whole.index(end)] if end else whole
 
-    def blocks(page: str) -> list[Block]:
-        return [block for block in BLOCKS if block.page == page]
+    def named(text: str) -> set[str]:
+        return set(re.findall(r"\w+\.\w+", " ".join(in_code(without_code(text)))))
 
-    def named(page: str) -> set[str]:
-        return set(re.findall(r"\w+\.\w+", " ".join(in_code(without_code(PAGES[page])))))
-
-    pairs = list(zip_longest(blocks(chinese), blocks(english)))
+    pairs = list(zip_longest(blocks_of(chinese, PAGES[chinese]), blocks_of(english, text)))
     assert [pair for pair in pairs if None in pair or not is_translation(*pair)] == []
-    assert named(chinese) == named(english)
+    assert named(PAGES[chinese]) == named(text)
 
 
 def test_every_chinese_page_has_a_twin_or_none() -> None:
