@@ -31,7 +31,6 @@ NEED_MNIST = {
     "docs/compare.md",
     "docs/hosts.md",
     "docs/results.md",
-    "docs/failures.md",
     "docs/train_step.md",
 }
 # A page that uses the files of another one.

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,12 @@ def stop_and_requeue(nodes: Slurm, folder: Path, job: str) -> None:
     wait_for("requeued", folder, is_requeued)
 
 
+def start_now(nodes: Slurm, job: str) -> None:
+    """Starts a job again that waits for its two minutes after a requeue."""
+    time.sleep(3)  # "Job credential revoked" is what nodes say of a job that begins again at once
+    nodes.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
 def test_the_rendered_script_goes_on_after_a_signal_and_ends_at_scancel(nodes: Slurm, tmp_path: Path) -> None:
     job = submit(
         nodes,
@@ -190,8 +197,7 @@ def test_the_rendered_script_goes_on_after_a_signal_and_ends_at_scancel(nodes: S
     stop_and_requeue(nodes, tmp_path, job)
     steps = {path.name for path in runs.glob("tf2dist-*/checkpoints/step-*")}
     saved = max(int(name.partition("-")[2]) for name in steps)
-    # SLURM waits for two minutes otherwise.
-    nodes.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    start_now(nodes, job)
     wait_for("more steps", tmp_path, lambda: not {one.name for one in runs.glob("tf2dist-*/checkpoints/*")} <= steps)
     assert len(list(runs.glob("tf2dist-*"))) == 1, "one run directory for all starts"
     assert f"going on at step {saved}\n" in output.read_text()
@@ -213,13 +219,13 @@ def test_a_script_of_a_user_goes_on_after_a_signal(nodes: Slurm, tmp_path: Path)
     runs, output = tmp_path / "runs", tmp_path / "out"
     wait_for("a checkpoint", tmp_path, lambda: any(runs.glob("tf2dist-*/checkpoints/step-*")))
     stop_and_requeue(nodes, tmp_path, job)
-
-    def is_completed() -> bool:
-        # SLURM waits for two minutes otherwise, and may set that time anew after the tasks have ended.
-        nodes.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return "JobState=COMPLETED" in nodes.run("scontrol", "show", "job", job).stdout
-
-    wait_for("completed", tmp_path, is_completed, secs=300)
+    start_now(nodes, job)
+    wait_for(
+        "completed",
+        tmp_path,
+        lambda: "JobState=COMPLETED" in nodes.run("scontrol", "show", "job", job).stdout,
+        secs=300,
+    )
     text = output.read_text()
     saved = re.findall(r"saved at step (\d+)", text)
     assert f"going on at step {saved[0]}\n" in text

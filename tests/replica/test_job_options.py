@@ -3,7 +3,7 @@
 import pytest
 
 from tf2dist.config.for_fit import VARIABLE
-from tf2dist.errors import FitError
+from tf2dist.errors import ClusterError, FitError
 from tf2dist.fitting import job_options
 from tf2dist.fitting.job_options import of_job
 from tf2dist.fitting.request import configuration
@@ -40,6 +40,11 @@ def test_a_job_of_one_task_is_no_cluster_on_this_machine(monkeypatch: pytest.Mon
     assert cluster.num_workers == 1
     assert not cluster.is_managed
     assert configuration("sync", None, None, 0, [])[1].cluster.is_managed, "as without a job"
+
+
+def test_a_host_without_the_cluster_can_be_told_to_fail() -> None:
+    with pytest.raises(ClusterError, match="the environment variable TF_CONFIG is not set"):
+        configuration("sync", None, None, 0, [], of_job({VARIABLE: "cluster=tf_config"}, "sync"))
 
 
 @pytest.mark.parametrize(
