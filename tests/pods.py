@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tests.conftest import slowness
 from tests.hosts import Hosts
 
 WAIT_SECS = 120.0
@@ -168,7 +169,7 @@ class Pods:
         self._write_names()
 
     def wait(self, what: str, condition: Callable[[], Any], timeout_secs: float = WAIT_SECS) -> None:
-        deadline = time.monotonic() + timeout_secs
+        deadline = time.monotonic() + timeout_secs * slowness()
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_secs:.0f} s: {what}\n{self}"
             time.sleep(0.1)  # the interval between two looks

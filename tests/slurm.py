@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import slowness
 from tests.hosts import Host, Hosts, hosts
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "salloc", "munged")
@@ -171,7 +172,7 @@ def submit(nodes: Slurm, folder: Path, *options: str, common: Sequence[str] = SM
 
 def wait_for(what: str, folder: Path, condition: Callable[[], bool], secs: float = 100.0) -> None:
     """Waits for something that a job of `submit` does."""
-    deadline = time.monotonic() + secs
+    deadline = time.monotonic() + secs * slowness()
     while not condition():
         assert time.monotonic() < deadline, f"not in time: {what}\n{(folder / 'out').read_text()}"
         time.sleep(0.5)  # the interval between two looks

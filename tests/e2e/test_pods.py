@@ -216,7 +216,7 @@ def test_a_script_in_another_mode_than_the_job_fails_the_job(places: Hosts, tmp_
     run.start("tf2dist-0", place=0)
     codes = run.codes()
     assert run.actions(codes) == {"tf2dist-0": "FailJob"}, str(run)
-    assert "mode ('async'): the job was requested with mode=sync; give fit mode='sync'" in str(run)
+    assert "mode ('async'): the job was requested with mode=sync; give both the same" in str(run)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_host_without_the_cluster_can_be_told_to_fail() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mode=async", r"mode \('sync'\): the job was requested with mode=async; give fit mode='async'"),
+        ("mode=async", r"mode \('sync'\): the job was requested with mode=async; give both the same"),
         ("model=cnn", f"{VARIABLE}: model belongs to the command line"),
         ("seed=1", f"{VARIABLE}: seed is the argument seed of fit"),
         ("run_dir='/a", f"{VARIABLE} .*: cannot be read at '; close the quotes"),

@@ -12,7 +12,7 @@ import tf2dist
 from tests.conftest import PAGES
 from tf2dist.data import Arrays, Splits
 from tf2dist.errors import FailureRecord, LeaderLostError, TaskFailure, TfDistError
-from tf2dist.fitting.fit_run import History, Result, as_public_error
+from tf2dist.fitting.fit_run import History, OfLeader, Result, as_public_error
 
 SUMMARY: dict[str, Any] = {
     "mode": "sync",
@@ -30,6 +30,19 @@ def test_the_history_is_found_where_keras_has_it() -> None:
     history = History({"loss": [2.0, 1.0]})
     assert history.history == history == {"loss": [2.0, 1.0]}
     assert history.history["loss"][-1] == 1.0
+
+
+def test_what_another_host_has_is_no_missing_key() -> None:
+    where = "chief-0 at host1:2222 has it, in its run_dir"
+    for part in (History.elsewhere(where), OfLeader.elsewhere(where)):
+        assert part == {}
+        assert part.get("val_mae") is None
+        with pytest.raises(
+            TfDistError, match=f"val_mae: the result is not on this host: {where}; .*`if result.summary:`"
+        ):
+            part["val_mae"]
+    with pytest.raises(KeyError):
+        History()["val_mae"]
 
 
 def test_a_result_is_shown_in_a_few_lines() -> None:

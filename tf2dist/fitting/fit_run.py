@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import keras
 
@@ -53,7 +53,27 @@ from tf2dist.tools.end_of_run import draw_training
 from tf2dist.training.setup import sharding_of
 
 
-class History(dict[str, list[Any]]):
+class OfLeader(dict[str, Any]):
+    """What the leader's host alone has; on others it is empty, and an error says so to whoever looks something up."""
+
+    where = ""
+
+    @classmethod
+    def elsewhere(cls, where: str) -> Self:
+        """The empty one of another host."""
+        made = cls()
+        made.where = where
+        return made
+
+    def __missing__(self, key: str) -> Any:
+        if not self.where:
+            raise KeyError(key)
+        raise TfDistError(
+            f"{key}: the result is not on this host: {self.where}; put what needs it below `if result.summary:`"
+        )
+
+
+class History(OfLeader):
     """For each metric a list with a number for each epoch."""
 
     @property
@@ -205,7 +225,8 @@ class FitRun:
             folder, summary = self._terminated(failure)
         leader = self.place.cluster.leader
         location = f"{leader} at {self.place.cluster.address(leader)} has it, in its run_dir"
-        return Result(History(), summary, folder, None, location)
+        missing = OfLeader.elsewhere(location)
+        return Result(History.elsewhere(location), summary or missing, folder, None, location)
 
     def _terminated(self, failure: TaskFailure) -> FolderAndSummary:
         """The result of a run that TerminateOnNaN has ended, without a summary; raises any other failure."""

@@ -20,7 +20,7 @@ def of_job(environ: Mapping[str, str], mode: str) -> list[str]:
     for override in overrides:
         name, _, value = override.partition("=")
         if name == "mode" and value != mode:
-            raise FitError(f"mode ({mode!r}): the job was requested with mode={value}; give fit mode={value!r}")
+            raise FitError(f"mode ({mode!r}): the job was requested with mode={value}; give both the same")
     return [override for override in overrides if for_fit.name_of(override) != "mode"]
 
 
