@@ -1,4 +1,4 @@
-"""Data parallelism: every worker computes the gradient of the same weights for its part of the batch."""
+"""Data parallelism: every worker computes the gradient for its part of the batch."""
 
 import numpy as np
 import tensorflow as tf
@@ -30,11 +30,13 @@ def step(x, y):
 pushed = [cluster.coordinator.schedule(gradient, args=part) for part in parts]
 cluster.coordinator.join()
 mean = (pushed[0].fetch() + pushed[1].fetch()) / 2
-print("the mean of the parts is the gradient of the whole batch:", np.allclose(mean, gradient(x, y), atol=1e-6))
+same = np.allclose(mean, gradient(x, y), atol=1e-6)
+print("the mean of the parts is the gradient of the whole batch:", same)
 
-# Asynchronously: whichever worker is free takes the next step, and changes the weights at once.
+# Asynchronously: a worker that is free takes the next step and changes the weights.
 for _ in range(100):
     for part in parts:
         cluster.coordinator.schedule(step, args=part)
 cluster.coordinator.join()
-print(updates.numpy(), "updates applied; weights", weights.numpy().ravel().round(3), "on", weights.device)
+print(updates.numpy(), "updates applied; weights", weights.numpy().ravel().round(3))
+print("on", weights.device)

@@ -5,8 +5,9 @@ import tensorflow as tf
 
 from tf2dist.testing import start_ps_cluster
 
-strategy = start_ps_cluster(num_workers=2).strategy  # connects this program, the only client, to the cluster
-PS, *WORKERS = (f"/job:{task}/device:CPU:0" for task in ("ps/task:0", "worker/task:0", "worker/task:1"))
+strategy = start_ps_cluster(num_workers=2).strategy  # this program is the only client
+TASKS = ("ps/task:0", "worker/task:0", "worker/task:1")
+PS, *WORKERS = (f"/job:{task}/device:CPU:0" for task in TASKS)
 x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
 y = x @ np.float32([[1], [2], [3]])
 with tf.device(PS):
@@ -20,8 +21,8 @@ def gradient_of(weights, x, y):
 
 @tf.function
 def step(x, y):
-    towers = []
-    for worker, x_part, y_part in zip(WORKERS, tf.split(x, 2), tf.split(y, 2), strict=True):
+    towers, parts = [], zip(WORKERS, tf.split(x, 2), tf.split(y, 2), strict=True)
+    for worker, x_part, y_part in parts:
         with tf.device(worker):
             towers.append(gradient_of(weights, x_part, y_part))
     with tf.device(PS):
@@ -34,6 +35,9 @@ for _ in range(100):
     towers = step(x, y)
     here -= 0.1 * gradient_of(here, x, y).numpy()
 
-print("towers on", [tower.device for tower in towers])
-print("in the one graph:", sorted({op.device for op in step.get_concrete_function(x, y).graph.get_operations()} - {""}))
-print("weights", weights.numpy().ravel().round(3), "as in one process:", np.allclose(weights, here, atol=1e-6))
+print("towers on", *(tower.device for tower in towers), sep="\n  ")
+operations = step.get_concrete_function(x, y).graph.get_operations()
+devices = {operation.device for operation in operations} - {""}
+print("in the one graph:", *sorted(devices), sep="\n  ")
+same = np.allclose(weights, here, atol=1e-6)
+print("weights", weights.numpy().ravel().round(3), "as in one process:", same)
