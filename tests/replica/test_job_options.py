@@ -1,5 +1,7 @@
 """What a job tells the calls of `fit` in its script."""
 
+import json
+
 import pytest
 
 from tf2dist.config.for_fit import VARIABLE
@@ -40,6 +42,15 @@ def test_a_job_of_one_task_is_no_cluster_on_this_machine(monkeypatch: pytest.Mon
     assert cluster.num_workers == 1
     assert not cluster.is_managed
     assert configuration("sync", None, None, 0, [])[1].cluster.is_managed, "as without a job"
+
+
+def test_the_workers_of_an_engine_can_be_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Azure's TF_CONFIG has workers alone."""
+    workers = [f"127.0.0.1:{port}" for port in (2222, 2223, 2224)]
+    task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+    _, place = configuration("async", None, None, 0, [], of_job({VARIABLE: "cluster=ranks"}, "async"))
+    assert str(place.task) == "ps-0"
 
 
 def test_a_host_without_the_cluster_can_be_told_to_fail() -> None:
