@@ -1,7 +1,7 @@
 """The figures of `make bench` that pages quote are those of docs/bench.json.
 
 A page that quotes a figure has a row in `QUOTED`: the page, a piece of its text with {} for each figure, and for each
-{} the row of bench.json and one of its contenders, or RATIO or PERCENT of the row. A figure may be rounded as the page
+{} the row of bench.json and one of its contenders, or RATIO, PERCENT or MORE. A figure may be rounded as the page
 likes. Without such a row a rate in the README is not accepted.
 """
 
@@ -16,6 +16,9 @@ import pytest
 from tests.conftest import PAGES, REPOSITORY
 
 RATIO, PERCENT = "the ratio", "the ratio in percent"
+MORE = (
+    "how much more than that of the other contender, in whose figure something is added, as in `1 thousand rows + 50`"
+)
 Figure = tuple[str, str]  # the row of bench.json, and what of it
 
 
@@ -39,6 +42,7 @@ LATE = (
     *(("straggler sync_replicas", "delayed"), ("straggler sync_replicas", "alike")),
     *(("straggler sync", "delayed"), ("straggler sync", "alike")),
 )
+MEMORY = (("tables memory", MORE),)
 FIRST_STEP = (("first step async", "tf2dist"),)
 ALL_TABLES = (*TABLES, ("tables keras sync", "tf2dist"))
 ROWS = (("tables rows async", "10 million rows"), ("tables rows async", "1 thousand rows"))
@@ -71,6 +75,12 @@ QUOTED = [
     ),
     in_table("README.zh.md", f"同步，dnn，2 个工作节点 | {DDP_TEXT_ZH}", "torch dnn 2 workers", "torch gloo"),
     in_table("README.zh.md", f"同步，1,200 万参数，2 个工作节点 | {DDP_TEXT_ZH}", LARGE_SYNC, "torch gloo"),
+    Quoted("docs/embeddings.md", "and need {} MB more memory", MEMORY),
+    Quoted("docs/zh/embeddings.md", "内存只多 {} MB", MEMORY),
+    Quoted("docs/zh/embeddings.md", "两个异步的工作节点每秒 {} 步，Keras `fit` 每秒 {} 步", TABLES),
+    Quoted("docs/zh/embeddings.md", "两个同步的工作节点每秒 {} 步", ALL_TABLES[2:]),
+    Quoted("docs/zh/embeddings.md", "工作节点每秒 {} 步，一千行时每秒 {} 步", ROWS),
+    Quoted("docs/zh/fit.md", "在两个核上，{} 秒之后走第一步", FIRST_STEP),
     Quoted("docs/modes.md", "six times as slow, {} steps/s are left of {}, and {} of {} with `sync`", LATE),
     Quoted("docs/fit.md", "importing TensorFlow, since the tasks have to import it, too: {} s", FIRST_STEP),
     Quoted(
@@ -92,6 +102,9 @@ def measured(figure: Figure) -> float:
     row, what = BENCH[figure[0]], figure[1]
     if what in (RATIO, PERCENT):
         return float(row["ratio"]) * (100 if what == PERCENT else 1)
+    if what == MORE:
+        first, second = (row["medians"][name] for name in row["ratio_of"])
+        return float(first - second + float(row["ratio_of"][1].partition(" + ")[2]))
     return float(row["medians"][what])
 
 
