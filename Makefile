@@ -1,4 +1,4 @@
-# make install   make train [ARGS="mode=sync model=cnn"]   make test   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make versions [ARGS=oldest]   make lint   make docs   make lock   make dist   make clean
+# make install   make train [ARGS="mode=sync model=cnn"]   make test   make thorough   make slow   make chaos [SEED=1]   make bench [ARGS="--only torch"]   make versions [ARGS=oldest]   make lint   make docs   make lock   make dist   make clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test slow chaos bench versions lint docs lock dist clean
+.PHONY: install train test thorough slow chaos bench versions lint docs lock dist clean
 
 # An environment in .venv, with the versions of requirements.lock.
 install: $(STAMP)
@@ -21,10 +21,18 @@ train: $(STAMP)
 # a busy machine would miss. With ARGS="-k NAME" one of the two may have no test, which is code 5.
 # If one of the processes is lost, that ends the tests: pytest-xdist may wait for its successor for ever.
 SIDE_BY_SIDE := --dist loadfile --max-worker-restart 0
+define PYTEST_SIDE_BY_SIDE
+	$(BIN)/python -m pytest $(MARKED) -n 3 $(SIDE_BY_SIDE) -p tests.process_per_file tests/unit tests/replica tests/process $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest $(MARKED) -n logical --maxprocesses 4 $(SIDE_BY_SIDE) tests/e2e $(ARGS) || [ $$? = 5 ]
+endef
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 $(SIDE_BY_SIDE) -p tests.process_per_file tests/unit tests/replica tests/process $(ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 $(SIDE_BY_SIDE) tests/e2e $(ARGS) || [ $$? = 5 ]
+	$(PYTEST_SIDE_BY_SIDE)
+
+# Further rows of comparisons that `make test` makes once, and second ways to the same code.
+thorough: MARKED := -m "thorough and not slow"
+thorough: $(STAMP)
+	$(PYTEST_SIDE_BY_SIDE)
 
 # Whole hosts cut off for good, frozen tasks, the second of two similar runs: slow tests, one after another.
 # The tests of SLURM start one of their own, and are skipped where it is not installed.

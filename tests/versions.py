@@ -57,8 +57,8 @@ RUNS = {
     "private names": ["tests/replica/test_missing_api.py", "-k", "nothing_is_missing"],
     "like Keras": ["tests/replica/test_like_keras.py"],
     "public reports": ["tests/replica/test_public_reports.py"],
-    "async": ["tests/e2e/test_train.py", "-k", "test_the_main_command and async"],
-    "sync": ["tests/e2e/test_train.py", "-k", "test_the_main_command and not async"],
+    "async": ["tests/e2e/test_train.py", "-k", "test_the_main_command and async and real"],
+    "sync": ["tests/e2e/test_train.py", "-k", "test_the_main_command and not async and real"],
     "sync_replicas": ["tests/e2e/test_old_runs.py", "-k", "sync_replicas"],
 }
 HEADS = ("releases", "Python", "TensorFlow", "Keras", "Hydra", "NumPy", "date", *RUNS)
@@ -137,7 +137,7 @@ def run(name: str) -> list[str]:
     cells = [name, *told.stdout.split(), f"{datetime.now(UTC):%Y-%m-%d}"]
     for head, arguments in RUNS.items():
         log = FOLDER / f"{name}, {head}.log"
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments]
         try:
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_SECS)
             cells.append(outcome(done.returncode, done.stdout or "\n"))

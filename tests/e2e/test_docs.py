@@ -108,18 +108,38 @@ EXAMPLES = re.findall(
 )
 
 
-@pytest.mark.parametrize("task", ["optimizer", pytest.param("algorithm", marks=pytest.mark.slow), "engine"])
-def test_the_examples_of_contributing(task: str, tmp_path: Path) -> None:
-    """Each is a patch, which is applied to a copy of the package, and commands for a shell."""
-    ((patch, commands),) = [parts for title, *parts in EXAMPLES if title == task]
+def applied(patch: str, folder: Path) -> None:
+    """Applies it to a copy of the package."""
     for name in ("tf2dist", "conf"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tf2dist" / "conf").symlink_to(tmp_path / "conf")  # where it is in a wheel
-    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
-    subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)
-    subprocess.run([sys.executable, "-m", "ruff", "check", "tf2dist"], cwd=tmp_path, check=True)
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "tf2dist"], cwd=tmp_path, check=True)
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tf2dist" / "conf").symlink_to(folder / "conf")  # where it is in a wheel
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=folder, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "check", "tf2dist"], cwd=folder, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "tf2dist"], cwd=folder, check=True)
 
+
+@pytest.mark.parametrize(("task", "patch", "commands"), EXAMPLES, ids=[task for task, *_ in EXAMPLES])
+def test_the_patches_of_contributing(task: str, patch: str, commands: str, tmp_path: Path) -> None:
+    """They apply, and the configuration of what they add can be composed."""
+    applied(patch, tmp_path)
+    words = shlex.split(next(line for line in commands.splitlines() if "-m tf2dist" in line).rstrip("&"))
+    command = [sys.executable, *words[words.index("-m") :], "--cfg", "job"]
+    composed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60 * slowness())
+    assert composed.returncode == 0, composed.stderr
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *(pytest.param(task, marks=pytest.mark.thorough) for task in ("optimizer", "engine")),
+        pytest.param("algorithm", marks=pytest.mark.slow),
+    ],
+)
+def test_the_examples_of_contributing(task: str, tmp_path: Path) -> None:
+    """Each is a patch and commands for a shell."""
+    ((patch, commands),) = [parts for title, *parts in EXAMPLES if title == task]
+    applied(patch, tmp_path)
     for shown, port in zip(("2222", "2223"), unused_ports(2), strict=True):
         commands = commands.replace(f":{shown}", f":{port}")
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

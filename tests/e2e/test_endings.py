@@ -43,7 +43,7 @@ LONG = ["cluster=local2", "data=digits", "train.steps=100000000", "train.log_eve
     ("mode", "signum"),
     [
         ("async", signal.SIGTERM),
-        ("sync", signal.SIGINT),
+        pytest.param("sync", signal.SIGINT, marks=pytest.mark.thorough),  # test_resume.py stops a synchronous run
         pytest.param("async", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("sync", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("async", signal.SIGHUP, marks=pytest.mark.slow),

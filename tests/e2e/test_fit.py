@@ -302,7 +302,7 @@ def test_a_setting_of_the_optimizer_that_a_callback_changes_is_refused(tmp_path:
         on_one_worker(regression, tmp_path / "run", callbacks=[Set()])
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("async", 1), ("sync", 2)])
+@pytest.mark.parametrize(("mode", "workers"), [("async", 1), pytest.param("sync", 2, marks=pytest.mark.thorough)])
 def test_variables_of_no_model_follow_callbacks(mode: str, workers: int, tmp_path: Path) -> None:
     """As a weight of a penalty that is annealed; a resumed run has the values of its checkpoint."""
     variables = [BETA, GAMMA]

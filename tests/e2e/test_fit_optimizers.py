@@ -34,6 +34,7 @@ class SlowsOne(keras.callbacks.Callback):
         adam.learning_rate = adam.learning_rate / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_several_optimizers(tmp_path: Path, mode: str) -> None:
     """A compiled model, trained twice, with a callback that changes the rate of one of them."""

@@ -42,6 +42,7 @@ def assert_alike(model: keras.Model, other: keras.Model) -> None:
         np.testing.assert_allclose(one.numpy(), another.numpy(), atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_two_synchronous_workers_train_a_gan_as_keras_does_and_a_run_goes_on(tmp_path: Path) -> None:
     with fresh_names():

@@ -49,6 +49,7 @@ def fit(load: Any, run_dir: Path, cluster: tf2dist.Local = ONE, **arguments: Any
     return tf2dist.fit(regression, data=load, cluster=cluster, run_dir=run_dir, **arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_one_worker_equals_keras(mode: str, tmp_path: Path) -> None:
     """A pass has seven batches, the last of them smaller; `steps_per_epoch` may be left out."""

@@ -32,6 +32,7 @@ def test_the_directory_under_hydras_name(tmp_path: Path) -> None:
         "~train.log_every_steps",
         "++seed=3",
         "hydra.run.dir=here",
+        "hydra.sweep.dir=x",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["here"], "one directory, and the working one stays"
     run_dir = tmp_path / "here"
@@ -55,6 +56,7 @@ def test_hydras_own_help(tmp_path: Path) -> None:
     assert (output.stderr, list(tmp_path.iterdir())) == ("", [])
 
 
+@pytest.mark.thorough
 def test_settings_of_sweeps_do_nothing_in_a_single_run(tmp_path: Path) -> None:
     command(tmp_path, *RUN, "run_dir=one", "hydra.sweep.dir=x")
     assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -47,9 +47,10 @@ def wait_for_step(command: Command, process: subprocess.Popen[str], step: int) -
     wait_until(logged, process)
 
 
-def assert_exact(command: Command, mode: str, restarts: int) -> dict[str, Any]:
+def assert_exact(command: Command, mode: str, restarts: int, steps: int | None = None) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((command.folder / "run" / "summary.json").read_text())
-    assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == STEPS[mode]
+    steps = steps or STEPS[mode]
+    assert summary["global_step"] == summary["updates_applied"] == summary["target_step"] == steps
     assert summary["restarts"] == restarts
     assert summary["test_accuracy"] > 0.9
     assert summary["test_examples"] == 360
@@ -60,6 +61,12 @@ WITH_PS = ["worker-1", "ps-0", "chief-0"]
 ROLES = {"async": WITH_PS, "sync": ["worker-1", "worker-0"], "sync_replicas": WITH_PS}
 
 
+def test_a_ps_that_is_lost(command: Command) -> None:
+    """tests/e2e/test_passes.py has lost workers."""
+    lose(command, "async", signal.SIGKILL, ["ps-0"], 4_000)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["kill", "stop"]
 )
@@ -81,13 +88,19 @@ def test_the_loss_of_each_role_with_cut_variables(command: Command, mode: str) -
 
 
 def lose_each_role(command: Command, mode: str, signum: signal.Signals, *more: str) -> dict[str, Any]:
+    return lose(command, mode, signum, ROLES[mode], STEPS[mode], *more)
+
+
+def lose(
+    command: Command, mode: str, signum: signal.Signals, tasks: list[str], steps: int, *more: str
+) -> dict[str, Any]:
     """A lost worker beside a ps is restarted alone; for any other task all restart from the last checkpoint."""
-    process = start(command, mode, f"checkpoint.every_steps={STEPS[mode] // 12}", *more)
+    process = start(command, mode, f"checkpoint.every_steps={steps // 12}", f"train.steps={steps}", *more)
     how = "was killed by SIGKILL" if signum == signal.SIGKILL else "showed no sign of life for 5 s"
     messages: list[str] = []
     stderr: Any = process.stderr
-    for number, task in enumerate(ROLES[mode], start=1):
-        wait_for_step(command, process, STEPS[mode] * number // 6)
+    for number, task in enumerate(tasks, start=1):
+        wait_for_step(command, process, steps * number // 6)
         os.kill(task_process(command.folder / "run", task).pid, signum)
         (command.folder / "run" / "logs" / "worker-0.log").write_text("")  # its steps are of this life from now on
         messages.append(next(line for line in stderr if "warning" in line))
@@ -96,13 +109,13 @@ def lose_each_role(command: Command, mode: str, signum: signal.Signals, *more: s
             assert "starting it again" in messages[-1]
         else:
             step = int(messages[-1].partition("from the checkpoint at step ")[2])
-            assert step >= STEPS[mode] // 12
+            assert step >= steps // 12
     finished = command.finish(process)
     assert finished.code == 0, finished
     assert "warning" not in finished.stderr
-    summary = assert_exact(command, mode, restarts=len(ROLES[mode]))
+    summary = assert_exact(command, mode, len(tasks), steps)
     if mode != "sync":
-        gradients = STEPS[mode] * summary.get("replicas_to_aggregate", 1)
+        gradients = steps * summary.get("replicas_to_aggregate", 1)
         assert sum(worker["local_steps"] for worker in summary["workers"]) == gradients
         log = (command.folder / "run" / "logs" / "worker-1.log").read_text()
         assert "final accuracy" in log, "it took part again"

@@ -25,6 +25,7 @@ def in_batches_of_one_process(epochs: int) -> list[float]:
     return [float(loss) for loss in history["loss"]]
 
 
+@pytest.mark.thorough
 def test_unequal_workers() -> None:
     cluster = tf2dist.Local(workers=2, ps=1)
     result = tf2dist.fit(build, *data(), mode="async", cluster=cluster, options=SLOW, **ARGUMENTS)

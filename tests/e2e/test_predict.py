@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf2dist
 from tests.conftest import ports_of_tasks, slowness, task_process, wait_until
@@ -170,6 +171,7 @@ def check_result(folder: Path, process: "subprocess.Popen[str]") -> str:
     return err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("worker", ["worker-1", pytest.param("worker-0", marks=pytest.mark.slow)])
 def test_a_worker_is_killed(worker: str, tmp_path: Path, no_leftovers: Callable[[], None]) -> None:
     process = start(tmp_path, 3, at_once=3)
@@ -189,6 +191,8 @@ def test_a_prediction_goes_on_with_another_number_of_workers(tmp_path: Path, no_
     assert 4 <= len(first) < 25
     # Ctrl-C.
     process = start(tmp_path, 3)
+    wait_until(lambda: len(done(tmp_path)) >= len(first) + 2, process)
+    task_process(tmp_path / "run", "worker-1").kill()
     wait_until(lambda: len(done(tmp_path)) >= len(first) + 4, process)
     second = done(tmp_path)
     process.send_signal(signal.SIGINT)
@@ -215,6 +219,28 @@ def test_a_prediction_goes_on_with_another_number_of_workers(tmp_path: Path, no_
     assert json.loads((path / "summary.json").read_text())["examples"] == 400
 
 
+class Checking(keras.layers.Layer):
+    """Refuses large numbers."""
+
+    def call(self, x: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(self.check, [x], tf.float32), x.shape)
+
+    def check(self, x: np.ndarray) -> np.ndarray:
+        assert x.max() < 2.0, "too large"
+        return x
+
+
+def checking() -> keras.Model:
+    return keras.Sequential([keras.Input([3]), Checking()])
+
+
+def test_an_error_of_a_task_is_an_exception_with_its_place(tmp_path: Path) -> None:
+    told = rf"(?m)^worker-\d: .*AssertionError: too large, in the layer \w+/checking \({__file__}:\d+\)$"
+    with pytest.raises(tf2dist.TaskFailure, match=told):
+        tf2dist.predict(checking, X, 7, cluster=tf2dist.Local(workers=2), run_dir=tmp_path / "run", verbose=0)
+
+
+@pytest.mark.thorough
 def test_an_error_of_the_users_code_is_told(tmp_path: Path) -> None:
     model = SLOW.replace("time.sleep(0.1)", "assert x.max() < 790, 'too large'")
     write_slow_model(tmp_path, model)

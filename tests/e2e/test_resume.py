@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(600)  # several runs of some 10 s, each with a 
 
 SYNC_CNN = [
     *("mode=sync", "cluster=local2", "data=digits", "model=cnn", "model.dropout=0.3", "model.batch_norm=true"),
-    *("train.steps=150", "train.batch_size_per_worker=20", "train.log_every_steps=5"),
+    *("train.steps=80", "train.batch_size_per_worker=20", "train.log_every_steps=5"),
 ]
 
 

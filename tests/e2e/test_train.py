@@ -51,9 +51,13 @@ def summary_of(finished: Finished) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_the_main_command(cold_command: Command, real_data: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "data"),
+    [("async", "digits"), *(pytest.param(mode, "real", marks=pytest.mark.thorough) for mode in ("async", "sync"))],
+)
+def test_the_main_command(cold_command: Command, request: pytest.FixtureRequest, mode: str, data: str) -> None:
     """The two commands of the README, on real data, with everything that they leave behind."""
+    real_data = request.getfixturevalue("real_data") if data == "real" else data
     finished = cold_command(
         f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400", "figure=true"
     )

@@ -67,7 +67,7 @@ print(json.dumps([first, second, third, stayed, len(pids)]))
 """
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.thorough)])
 def test_a_second_call_begins_sooner_and_gives_the_same(tmp_path: Path, mode: str) -> None:
     """Nothing of what the tasks of the first one have changed in their process is there any more."""
     (tmp_path / "script.py").write_text(PROGRAM)

@@ -84,7 +84,14 @@ def test_what_is_imported_may_forget_who_is_woken_by_signals(tmp_path: Path, mon
         wait_for(launcher, Ready)
 
 
-@pytest.mark.parametrize("ends", ["by itself", "killed", pytest.param("with its launcher", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param("by itself", marks=pytest.mark.thorough),
+        "killed",
+        pytest.param("with its launcher", marks=pytest.mark.slow),
+    ],
+)
 def test_a_task_leaves_no_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()

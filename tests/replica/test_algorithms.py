@@ -124,13 +124,13 @@ def test_counts_are_exact_and_a_run_is_resumed(async_loop: Callable[..., Any], a
     config = run_config(optimizer="adam")
     config.algorithm = AlgorithmConfig(kind=algorithm)
     loop = async_loop(config)
-    for steps in (40, 123, 300):
+    for steps in (40, 123, 160):
         loop.train(steps)
         assert_exact(loop, steps)
     assert loop.facts()["algorithm"] == algorithm
     resumed = async_loop(config, num_ps=1, start=taken(loop))
-    resumed.train(400)
-    assert_exact(resumed, 400)
+    resumed.train(200)
+    assert_exact(resumed, 200)
     other = async_loop(run_config(optimizer="adam"), start=taken(resumed))
-    other.train(500)
-    assert_exact(other, 500)
+    other.train(240)
+    assert_exact(other, 240)

@@ -63,6 +63,7 @@ def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimi
     assert all(loop.progress.local_steps), "a worker took no step"
 
 
+@pytest.mark.thorough
 def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(optimizer="add_one"))
     before = weights(loop)
@@ -151,6 +152,7 @@ def test_updates_of_a_single_worker_are_never_stale(async_loop: MakeLoop) -> Non
     assert loop.facts()["staleness"] == {"mean": 0.0, "p50": 0, "p99": 0, "max": 0}
 
 
+@pytest.mark.thorough
 def test_one_worker_equals_plain_keras(async_loop: MakeLoop) -> None:
     """One worker and several ps give the weights that Keras gives with the same batches, bias correction included."""
     config = run_config("dnn", "adam", hidden_units=[20])
@@ -169,6 +171,7 @@ def test_one_worker_equals_plain_keras(async_loop: MakeLoop) -> None:
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_evaluation_counts_every_example(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config("dnn", hidden_units=[20]))
     loop.train(100)
@@ -180,6 +183,7 @@ def test_evaluation_counts_every_example(async_loop: MakeLoop) -> None:
         assert evaluation.metrics["accuracy"] == pytest.approx((logits.argmax(-1) == arrays.y).mean())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -209,6 +213,7 @@ def test_dropout_and_batch_norm_learn(async_loop: MakeLoop) -> None:
     assert_exact(loop, 150)
 
 
+@pytest.mark.thorough
 def test_clipping_by_the_global_norm_sees_all_gradients(async_loop: MakeLoop) -> None:
     config: RunConfig = run_config(optimizer="sgd")
     config.optimizer |= {"learning_rate": 1.0, "global_clipnorm": 0.001}

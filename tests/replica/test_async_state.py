@@ -71,6 +71,7 @@ def plain_keras(config: RunConfig, model: keras.Model) -> Evaluation:
     return Evaluation(model.evaluate(test.x, test.y, verbose=0, return_dict=True), len(test))
 
 
+@pytest.mark.thorough
 def test_fast_moving_averages_of_four_workers_equal_those_of_plain_keras(async_loop: MakeLoop) -> None:
     """Adding up the workers' changes would be wrong: several of them may start from the same old average."""
     config = run_config("fast_norm")

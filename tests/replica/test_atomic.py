@@ -32,12 +32,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "averaged": {"name": "adam", "use_ema": True},
     "accumulated": {"name": "adam", "gradient_accumulation_steps": 2},
 }
-FIRST = ("momentum", "adam")
+MARKS = {"momentum": [pytest.mark.thorough], "adam": []}
 registry.register_optimizer("nadam")(keras.optimizers.Nadam)
 
 
 @pytest.mark.parametrize(
-    "optimizer", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+    "optimizer", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.slow])) for name in OPTIMIZERS]
 )
 def test_concurrent_pushes_are_all_applied(async_loop: Callable[..., Any], optimizer: str) -> None:
     config = run_config("dnn", hidden_units=[500])  # large enough that updates overlap

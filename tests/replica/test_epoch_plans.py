@@ -22,7 +22,7 @@ def test_a_validation_of_some_steps(async_loop: Any, publishing: Any, sync_worke
     assert_same(sync_workers(train_in_sync, num_workers=1, args=(source, BATCH))[0], expected)
 
 
-@pytest.mark.parametrize(("freq", "validated"), [(2, [2]), ((1, 3), [1, 3])])
+@pytest.mark.parametrize(("freq", "validated"), [((1, 3), [1, 3]), pytest.param(2, [2], marks=pytest.mark.thorough)])
 def test_a_validation_in_some_epochs(freq: Any, validated: list[int], async_loop: Any, publishing: Any) -> None:
     source, config, hooks = source_of("regression", validation_freq=freq), config_of(BATCH), RecordingHooks()
     publishing(source.load())

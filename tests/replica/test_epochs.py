@@ -142,10 +142,12 @@ CASES = {
 }
 
 
-# `make test` has a regression and a binary classification in test_tables.py.
-FIRST_CASES = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("regression", "binary") else name for name in CASES
-]
+# `make test` has a regression and a binary classification in test_tables.py, and two outputs are in "everything".
+MARKS = {
+    **{name: [pytest.mark.slow] for name in ("regression", "binary")},
+    **{name: [pytest.mark.thorough] for name in ("two outputs", "recurrent")},
+}
+FIRST_CASES = [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES]
 
 
 def source_of(name: str, **plan: Any) -> InMemorySource:

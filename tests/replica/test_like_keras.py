@@ -36,6 +36,9 @@ ONE_WORKER = ["no_training", "looks_at_the_batch", "random", "own_loss"]
 # Models that one asynchronous worker trains.
 ASYNCHRONOUS = [*ONE_WORKER, "large", "summed", "own_metrics", "contrastive", "distiller", "autoencoder"]
 ASYNCHRONOUS_LATER = ["own_metrics", "contrastive", "autoencoder"]
+# What another mode or model shows as well: `make thorough` trains these.
+ASYNCHRONOUS_THOROUGH = ["no_training", "looks_at_the_batch", "own_loss", "summed"]
+THOROUGH = ["contrastive", "distiller"]
 # The models of `own_steps`. Several updates in a step need Keras 3.15.
 OWN_STEPS = [
     *("distiller", "autoencoder", "contrastive", "contrastive_step", "own_metrics"),
@@ -318,16 +321,21 @@ def two_workers(sync_workers: SyncWorkers) -> Callable[[str], list[Training]]:
     """Gives the results of both workers, by the name of a model or setting."""
 
     @functools.cache
-    def trained(is_later: bool) -> list[dict[str, Training]]:
-        names = [name for name in (*TWO_WORKERS, *OPTIMIZERS) if (name in LATER) == is_later]
+    def trained(kind: tuple[bool, bool]) -> list[dict[str, Training]]:
+        names = [name for name in (*TWO_WORKERS, *OPTIMIZERS) if kind_of(name) == kind]
         configs = {name: config_of(name, 2) for name in names}
         return sync_workers(train_in_sync, 2, (configs,), TIMEOUT_SECS)
 
-    return lambda name: [found[name] for found in trained(name in LATER)]
+    def kind_of(name: str) -> tuple[bool, bool]:
+        return name in LATER, name in THOROUGH
+
+    return lambda name: [found[name] for found in trained(kind_of(name))]
 
 
-def parameters(names: Iterable[str], later: list[str] = LATER) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in later else name for name in names]
+def parameters(names: Iterable[str], later: list[str] = LATER, thorough: list[str] = THOROUGH) -> list[Any]:
+    of_thorough = [pytest.param(name, marks=pytest.mark.thorough) for name in names if name in thorough]
+    of_slow = [pytest.param(name, marks=pytest.mark.slow) for name in names if name in later]
+    return [*(name for name in names if name not in (*later, *thorough)), *of_thorough, *of_slow]
 
 
 def assert_like(found: Training, expected: Training) -> None:
@@ -360,7 +368,7 @@ def test_one_synchronous_worker_equals_keras(one_worker: dict[str, Training], na
     assert_like(one_worker[name], plain_keras(name))
 
 
-@pytest.mark.parametrize("name", parameters(ASYNCHRONOUS, ASYNCHRONOUS_LATER))
+@pytest.mark.parametrize("name", parameters(ASYNCHRONOUS, ASYNCHRONOUS_LATER, ASYNCHRONOUS_THOROUGH))
 def test_one_asynchronous_worker_equals_keras(async_loop: Callable[..., Any], name: str) -> None:
     assert_like(train(async_loop(config_of(name), num_workers=1)), plain_keras(name))
 

@@ -116,18 +116,23 @@ def keras_fit(name: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     return history.history, weights_of(model)
 
 
-# An asynchronous worker handles each of these in another way, and "several" has a schedule and a scale of the loss;
-# `make slow` tests the rest.
+# An asynchronous worker handles each of these in another way, and "several" has a schedule and a scale of the loss.
+# `make thorough` tests the next ones, and `make slow` the rest.
 FIRST = (
     *("Adafactor", "Muon", "ScheduleFreeAdamW", "own", "global_clipnorm"),
-    *("ema_overwrite_frequency", "gradient_accumulation_steps"),
-    *("several", "a new one for each variable", "without its biases", "without a layer"),
+    *("ema_overwrite_frequency", "gradient_accumulation_steps", "several", "without a layer"),
 )
+THOROUGH = ("a new one for each variable", "without its biases")
+REST = [name for name in (*OPTIMIZERS, *EXCLUSIONS) if name not in (*FIRST, *THOROUGH)]
 
 
 @pytest.mark.parametrize(
     "name",
-    [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in (*OPTIMIZERS, *EXCLUSIONS) if name not in FIRST)],
+    [
+        *FIRST,
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in REST),
+    ],
 )
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()

@@ -237,11 +237,16 @@ def fresh(make: Callable[[], keras.Model]) -> keras.Model:
 
 REFUSED = {"Adafactor", "Lamb", "Muon", "own", "clipnorm"}
 CASES = [*test_optimizers.OPTIMIZERS, *test_optimizers.EXCLUSIONS]
-FIRST = ("without a layer", "own")  # `make slow` has the rest
+FIRST = ("without a layer", "own")  # the first by `make thorough`, and the rest by `make slow`
 
 
 @pytest.mark.parametrize(
-    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FIRST)]
+    "name",
+    [
+        pytest.param(FIRST[0], marks=pytest.mark.thorough),
+        FIRST[1],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FIRST),
+    ],
 )
 def test_optimizers_of_compiled_models(name: str, async_loop: MakeLoop, publishing: Any) -> None:
     """Equal to the last bit, or refused."""

@@ -221,16 +221,17 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
     "features": (features, {"s": LETTERS, "i": WHOLE, "f": X[:, :1]}, Y),
     **TRACED_MODELS,
 }
-# What is trained whenever tests run; the others are like them.
-IN_ASYNC = [
-    *("accumulation", "towers", "lookups", "nested", "own losses"),
-    *TRACED_IN_ASYNC,
+# What is trained whenever tests run, and by `make thorough`; the others are like them.
+THOROUGH_IN_ASYNC = [
+    *("accumulation", "towers", "nested", "own losses"),
+    *("recomputed function", "traced metric", "cell"),
 ]
+IN_ASYNC = ["lookups", *(name for name in TRACED_IN_ASYNC if name not in THOROUGH_IN_ASYNC)]
 IN_SYNC = [
-    *("accumulation", "custom optimizer", "towers", "lookups", "words", "frozen", "series", "nested", "features"),
-    *("own loss", "own losses", "compiled in training", "sum in evaluations"),
+    *("custom optimizer", "lookups", "nested", "own losses", "compiled in training", "sum in evaluations"),
     *TRACED_IN_SYNC,
 ]
+THOROUGH_IN_SYNC = ["accumulation", "towers", "words", "frozen", "series", "features", "own loss"]
 
 
 @functools.cache
@@ -274,16 +275,20 @@ def in_sync(sync_workers: SyncWorkers) -> Callable[[str], Training]:
     """Many models at once, since workers take seconds to connect."""
 
     @functools.cache
-    def trained(is_fast: bool) -> dict[str, Training]:
-        names = [name for name in MODELS if (name in IN_SYNC) == is_fast]
+    def trained(kind: tuple[bool, bool]) -> dict[str, Training]:
+        names = [name for name in MODELS if kind_of(name) == kind]
         found: list[dict[str, Training]] = sync_workers(train_in_sync, 2, (names,), 240.0)
         return found[1]
 
-    return lambda name: trained(name in IN_SYNC)[name]
+    def kind_of(name: str) -> tuple[bool, bool]:
+        return name in IN_SYNC, name in THOROUGH_IN_SYNC
+
+    return lambda name: trained(kind_of(name))[name]
 
 
-def marked(fast: list[str]) -> list[Any]:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+def marked(fast: list[str], thorough: list[str]) -> list[Any]:
+    mark_of = {name: pytest.mark.thorough if name in thorough else pytest.mark.slow for name in MODELS}
+    return [name if name in fast else pytest.param(name, marks=mark_of[name]) for name in MODELS]
 
 
 def assert_like_keras(name: str, found: Training) -> None:
@@ -294,12 +299,12 @@ def assert_like_keras(name: str, found: Training) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", marked(IN_SYNC))
+@pytest.mark.parametrize("name", marked(IN_SYNC, THOROUGH_IN_SYNC))
 def test_two_synchronous_workers(name: str, in_sync: Callable[[str], Training]) -> None:
     assert_like_keras(name, in_sync(name))
 
 
-@pytest.mark.parametrize("name", marked(IN_ASYNC))
+@pytest.mark.parametrize("name", marked(IN_ASYNC, THOROUGH_IN_ASYNC))
 def test_one_asynchronous_worker(
     name: str, async_loop: Callable[..., Any], publishing: Callable[[Splits], None]
 ) -> None:

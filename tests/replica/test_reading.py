@@ -23,7 +23,10 @@ def in_a_thread(fetch: Callable[[], Any]) -> Any:
     return found[0]
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("round_robin", "adam"), ("partitioned", "momentum")])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [pytest.param("round_robin", "adam", marks=pytest.mark.thorough), ("partitioned", "momentum")],
+)
 def test_a_frozen_run_is_fetched_while_the_training_goes_on(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, kind: str, optimizer: str
 ) -> None:

@@ -94,6 +94,7 @@ def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps:
     assert loop.progress.loss < 2.2
 
 
+@pytest.mark.thorough
 def test_another_rule_makes_steps_of_fewer_gradients(replicas_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many are enough; the other ps make their steps of the same ones."""
     from tf2dist.training.parameter_server.sync_replicas import SyncReplicasRule

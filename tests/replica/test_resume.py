@@ -243,7 +243,7 @@ def test_a_resumed_sync_run_equals_an_uninterrupted_one(sync_workers: SyncWorker
 
 
 def test_the_request_of_one_worker_stops_all_at_the_same_step(sync_workers: SyncWorkers) -> None:
-    results = sync_workers(sync_run, 3, (run_config(steps_per_execution=4), None, 1000, 1))
+    results = sync_workers(sync_run, 2, (run_config(steps_per_execution=4), None, 1000, 1))
     assert {result["requested"] for result in results} == {"STOP"}
     assert {result["agreed"] for result in results} == {"SAVE"}
     steps = {result["snapshot"].step for result in results}

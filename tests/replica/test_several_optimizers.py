@@ -65,6 +65,7 @@ def config_of(num_workers: int = 1, placement: str = "balanced") -> RunConfig:
     return config
 
 
+@pytest.mark.thorough
 def test_one_asynchronous_worker_equals_keras(async_loop: MakeLoop) -> None:
     loop = async_loop(config_of(placement="partitioned"), num_workers=1)
     assert any(len(parts_of(variable)) > 1 for variable in loop.step.trainable)
@@ -95,6 +96,7 @@ def train_in_turn(worker: SyncWorker, snapshot: Snapshot) -> tuple[dict[str, Any
     return found, ends[0], ends[1]
 
 
+@pytest.mark.thorough
 def test_several_workers_in_all_modes(async_loop: MakeLoop, replicas_loop: MakeLoop, sync_workers: SyncWorkers) -> None:
     """Three asynchronous workers learn and count; then a run goes on in the other modes with all of its state."""
     loop = async_loop(config_of(3, "partitioned"), num_workers=3)

@@ -99,7 +99,7 @@ def joined(lengths: list[int]) -> tf.data.Dataset:
 # One asynchronous worker, and several.
 
 
-@pytest.mark.parametrize("load", [of_unknown_length, filtered])
+@pytest.mark.parametrize("load", [of_unknown_length, pytest.param(filtered, marks=pytest.mark.thorough)])
 def test_one_asynchronous_worker_equals_keras(load: Any, async_loop: Any, publishing: Any) -> None:
     source, config, hooks = ending(load, 1), config_of(BATCH), RecordingHooks()
     loop = async_loop(config, 1, 1, source=source)

@@ -104,7 +104,17 @@ def source_of(name: str, count: int = 1) -> Streamed:
     return streamed(make, load, count, steps=7, validation=validation)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "a class of a sentence"])
+# A recurrent one takes longer, and test_sync_rows.py has rows of tables.
+THOROUGH = ["a class of each place", "a class of a sentence of many words"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a class of a sentence of many words", "a number of each place"),
+        pytest.param("a class of each place", marks=pytest.mark.thorough),
+    ],
+)
 def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publishing: Any) -> None:
     source, config, hooks = source_of(name), config_of(BATCH), RecordingHooks()
     publishing(source.load())
@@ -114,23 +124,31 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source, source.loader(Shard(0, 1, SEED, BATCH))))
 
 
-def drive_all_in_sync(worker: SyncWorker, count: int) -> dict[str, Any]:
-    sources = {name: source_of(name, count) for name in CASES} | {VALIDATED: validated(count)}
+def drive_all_in_sync(worker: SyncWorker, count: int, names: list[str]) -> dict[str, Any]:
+    sources = {name: validated(count) if name == VALIDATED else source_of(name, count) for name in names}
     return {name: drive_in_sync(worker, source) for name, source in sources.items()}
 
 
 @pytest.fixture(scope="module")
 def one_worker(sync_workers: SyncWorkers) -> dict[str, Any]:
     found: dict[str, Any]
-    (found,) = sync_workers(drive_all_in_sync, 1, (1,), TIMEOUT_SECS)
+    (found,) = sync_workers(drive_all_in_sync, 1, (1, [*CASES, VALIDATED]), TIMEOUT_SECS)
     return found
 
 
 @pytest.fixture(scope="module")
 def two_workers(sync_workers: SyncWorkers) -> dict[str, Any]:
     found: dict[str, Any]
-    found, other = sync_workers(drive_all_in_sync, 2, (2,), TIMEOUT_SECS)
+    names = [name for name in (*CASES, VALIDATED) if name not in THOROUGH]
+    found, other = sync_workers(drive_all_in_sync, 2, (2, names), TIMEOUT_SECS)
     assert found[VALIDATED][0] == other[VALIDATED][0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_thorough_workers(sync_workers: SyncWorkers) -> dict[str, Any]:
+    found: dict[str, Any]
+    found, _ = sync_workers(drive_all_in_sync, 2, (2, THOROUGH), TIMEOUT_SECS)
     return found
 
 
@@ -155,8 +173,16 @@ def padded(parts: list[list[np.ndarray]]) -> Iterator[np.ndarray]:
         yield np.concatenate([np.pad(x, [(0, 0), (0, length - x.shape[1])]) if length else x for x in leaves])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "class" in name])
-def test_synchronous_workers_with_batches_of_two_lengths_equal_keras(name: str, two_workers: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "fixture"),
+    [
+        ("a class of a sentence", "two_workers"),
+        *(pytest.param(name, "two_thorough_workers", marks=pytest.mark.thorough) for name in THOROUGH),
+    ],
+)
+def test_synchronous_workers_with_batches_of_two_lengths_equal_keras(
+    name: str, fixture: str, request: pytest.FixtureRequest
+) -> None:
     """Keras gets the batches of a step as one, padded to the longer of them; the mask leaves out what was added."""
     source = source_of(name, 2)
     steps = joined(source, 21)
@@ -164,7 +190,7 @@ def test_synchronous_workers_with_batches_of_two_lengths_equal_keras(name: str, 
     signature = tuple(source.load().layout.batched(None))
     whole = tf.data.Dataset.from_generator(lambda: map(tuple, map(padded, steps)), output_signature=signature)
     history, weights = keras_fit(source, whole)
-    found, found_weights, _ = two_workers[name]
+    found, found_weights, _ = request.getfixturevalue(fixture)[name]
     # Keras weighs a batch in the metrics of places by its length, and the padding makes it longer.
     same = [metric for metric in history if name != "a class of each place" or metric != "accuracy"]
     expected = {metric: history[metric] for metric in same}

@@ -108,7 +108,11 @@ def results_of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest
 
 @pytest.mark.parametrize(
     ("name", "steps_per_call"),
-    [("diabetes", 5), pytest.param("breast cancer", None, marks=pytest.mark.slow), ("wine", 40)],
+    [
+        ("diabetes", 5),
+        pytest.param("breast cancer", None, marks=pytest.mark.slow),
+        pytest.param("wine", 40, marks=pytest.mark.thorough),
+    ],
 )
 def test_one_asynchronous_worker_equals_keras(
     name: str, steps_per_call: int | None, async_loop: Any, publishing: Any

@@ -58,7 +58,7 @@ def test_without_the_option_nothing_is_in_the_graph(fixture: str, request: pytes
     assert nodes_of(make(config_of())) == 20, "each of the ten steps of a call has a begin and an end"
 
 
-@pytest.mark.parametrize("fixture", ["async_loop", "replicas_loop"])
+@pytest.mark.parametrize("fixture", ["async_loop", pytest.param("replicas_loop", marks=pytest.mark.thorough)])
 def test_the_steps_of_a_mode_with_ps(
     fixture: str, request: pytest.FixtureRequest, publishing: Callable[[RunConfig], None], tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ def _small_tensors_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_an_asynchronous_worker(async_loop: MakeLoop, dtype: str) -> None:
     exact = after_a_step(async_loop(config_of("float32"), num_workers=1), 0.0)
     loop = async_loop(config_of(dtype), num_workers=1)
@@ -76,6 +76,7 @@ def test_values_are_rounded_for_the_worker_alone(async_loop: MakeLoop) -> None:
     assert np.any(rounded(snapshot.arrays[KERNEL], "bfloat16") != snapshot.arrays[KERNEL])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [pytest.param("staleness_aware", marks=pytest.mark.slow), "delay_compensated"])
 def test_algorithms_of_asynchronous_training(async_loop: MakeLoop, algorithm: str) -> None:
     """Without delay they are plain training, also with what travels in narrow floats."""

@@ -13,9 +13,11 @@ from tf2dist.launch import single_run
 
 REQUESTS = [
     (["--multirun", "seed=1,2"], IN_A_CLUSTER, "--multirun: a sweep runs on this machine alone; unset TF_CONFIG"),
-    *[(options, None, words) for options, words in [*OPTIONS, *test_config.BAD]],
+    *[(options, None, words) for options, words in OPTIONS],
     *[(["mode=sync", "data=digits"], text, words) for text, words in IN_TF_CONFIG],
 ]
+# What test_config.py has tried already, without the rest of the command.
+AGAIN = [(options, None, words) for options, words in test_config.BAD]
 
 
 @pytest.fixture
@@ -50,8 +52,10 @@ def first_words(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("options", "variable", "words"),
-    REQUESTS,
-    ids=[f"{first_words(' '.join(options))} {first_words(variable or '')}" for options, variable, _ in REQUESTS],
+    [*REQUESTS, *(pytest.param(*request, marks=pytest.mark.thorough) for request in AGAIN)],
+    ids=[
+        f"{first_words(' '.join(options))} {first_words(variable or '')}" for options, variable, _ in REQUESTS + AGAIN
+    ],
 )
 def test_a_wrong_request_is_refused(
     options: list[str],

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 NOTE = """
@@ -64,6 +66,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.thorough
 def test_warnings_beside_a_long_report_tear_no_message(tmp_path: Path) -> None:
     """A pipe takes 64 KB at once: two processes that wrote to it in turns ended the run in an undecodable message."""
     (tmp_path / "test_loud.py").write_text(LOUD)

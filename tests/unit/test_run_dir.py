@@ -180,20 +180,31 @@ def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatc
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-def test_names_in_a_locale_that_is_not_utf_8(tmp_path: Path) -> None:
+NOT_UTF_8 = "has letters that Python takes for ascii in this locale, and TensorFlow for UTF-8; set PYTHONUTF8=1"
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("run_dir=modèle/run", "modèle/run"),
+        pytest.param("plugins=[modèle/mine.py]", "modèle/mine.py", marks=pytest.mark.thorough),
+        pytest.param("--config-dir=modèle", "modèle", marks=pytest.mark.thorough),
+        pytest.param("-m seed=1 hydra.sweep.dir=modèle", "modèle", marks=pytest.mark.thorough),
+    ],
+)
+def test_names_in_a_locale_that_is_not_utf_8(option: str, name: str, tmp_path: Path) -> None:
     """Python would name files in its encoding, and TensorFlow in UTF-8."""
     (tmp_path / "modèle").mkdir()
     (tmp_path / "modèle" / "mine.py").touch()
-    why = "has letters that Python takes for ascii in this locale, and TensorFlow for UTF-8; set PYTHONUTF8=1"
-    for option, name in (
-        ("run_dir=modèle/run", "modèle/run"),
-        ("plugins=[modèle/mine.py]", "modèle/mine.py"),
-        ("--config-dir=modèle", "modèle"),
-        ("-m seed=1 hydra.sweep.dir=modèle", "modèle"),
-    ):
-        completed = run(f"$TF2DIST data=digits {option}", tmp_path, **ASCII)
-        assert (completed.returncode, completed.stdout) == (2, ""), option
-        assert completed.stderr == f"tf2dist: error: {name.replace('è', chr(92) + 'xe8')}: {why}\n"
+    completed = run(f"$TF2DIST data=digits {option}", tmp_path, **ASCII)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr == f"tf2dist: error: {name.replace('è', chr(92) + 'xe8')}: {NOT_UTF_8}\n"
+
+
+@pytest.mark.thorough
+def test_a_working_directory_in_a_locale_that_is_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "modèle").mkdir()
+    why = NOT_UTF_8
     completed = run("cd modèle; $TF2DIST data=digits; $TF2DIST.doctor data=digits", tmp_path, **ASCII)
     assert completed.stderr.endswith(f"mod\\xe8le/outputs: {why}\n")
     assert f"fail  run_dir: {tmp_path}/mod\\xe8le/outputs: {why}\n" in completed.stdout
