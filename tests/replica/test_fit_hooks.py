@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import queue
 import threading
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class Leader:
         else:
             self.inbox.pause_wanted.set()
 
-    def call(self, kind: str, epoch: int, step: int, **logs: Any) -> CallbackEffects:
-        self.hooks.post(kind, epoch, step, logs, (0.5,), lambda: self.arrays, self.state)
+    def call(self, kind: str, epoch: int, step: int, rates: tuple[float, ...] = (0.5,), **logs: Any) -> CallbackEffects:
+        self.hooks.post(kind, epoch, step, logs, rates, lambda: self.arrays, self.state)
         change = self.hooks.answer(30.0)
         assert change is not None
         return change
@@ -185,6 +186,50 @@ def test_callbacks_are_reset_when_all_tasks_start_again(tmp_path: Path) -> None:
 
     Leader(tmp_path, []).run(script)
     assert losses == [[3.0, 2.0], [], [3.0]]
+
+
+class Beginning(keras.callbacks.Callback):  # type: ignore[misc]
+    """Changes weights, the rate and a number of its own at the begin of an epoch, by what they were; opens a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.file = io.StringIO()
+        self.epochs.append(epoch)
+        self.model.layers[0].bias.assign_add([1.0])
+        rate = self.model.optimizer.learning_rate
+        rate.assign(rate * 0.5)
+
+
+def test_what_the_begin_of_an_epoch_changes_is_not_changed_again_by_a_resumed_run(tmp_path: Path) -> None:
+    """Keras begins each epoch once. The hook is called again all the same: no checkpoint holds its file."""
+
+    def go_on(leader: Leader, epoch: int, saved: CallbackEffects) -> CallbackEffects:
+        leader.state = saved.state or {}
+        leader.arrays = leader.arrays | saved.arrays
+        return leader.call("begin", epoch, 15, rates=saved.learning_rates)
+
+    def script(leader: Leader) -> list[CallbackEffects]:
+        leader.call("begin", 0, 0)
+        saved = leader.call("epoch", 0, 10, loss=1.0)
+        return [saved, go_on(leader, 1, saved)]
+
+    saved, after_restart = Leader(tmp_path, [first := Beginning()]).run(script)
+    assert (saved.arrays["model/only/bias"].tolist(), saved.learning_rates) == ([1.0], (0.25,))
+
+    def resumed(leader: Leader) -> list[CallbackEffects]:
+        return [go_on(leader, 1, saved), go_on(leader, 2, saved)]
+
+    after_resume, after_end = Leader(tmp_path, [second := Beginning()], epochs=3).run(resumed)
+    for effects in (after_restart, after_resume):
+        assert (effects.arrays, effects.learning_rates) == ({}, ())
+    assert first.epochs == [0, 1]
+    assert first.file.getvalue() == second.file.getvalue() == ""
+    # Where the checkpoint is of a run that had ended with its first two epochs, the third begins for the first time.
+    assert (after_end.arrays["model/only/bias"].tolist(), after_end.learning_rates) == ([2.0], (0.125,))
+    assert second.epochs == [0, 1, 2]
 
 
 def test_an_answer_to_an_earlier_leader_is_ignored(tmp_path: Path) -> None:

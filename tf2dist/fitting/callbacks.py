@@ -27,6 +27,7 @@ from tf2dist.model.source import EpochPlan
 from tf2dist.training.hooks import CallbackEffects, NamedArrays
 
 TEXT = "callbacks"  # the name of the array that holds everything but the arrays, as JSON in UTF-8
+BEGUN = "begun"  # the name of the array that holds the last epoch whose first hook was called
 NUMBERS = "biufc"
 Text = dict[str, dict[str, Any]]  # attributes by callback
 
@@ -235,7 +236,7 @@ class Callbacks:
         # The state of the callbacks after `on_train_begin`: what differs from it later goes into checkpoints, and a
         # run whose tasks all start again begins from it.
         self._at_begin: NamedArrays | None = None
-        self._epoch = plan.initial_epoch
+        self._epoch, self._begun = plan.initial_epoch, -1
         self._step = 0  # the global step after which hooks were called last
         self._logs: dict[str, Any] = {}
         self._not_finite: dict[str, Any] = {}
@@ -297,6 +298,11 @@ class Callbacks:
             self.is_over = False
         restore(self._list.callbacks, state)
         self._begin_epoch(epoch)
+        if BEGUN in state and int(state[BEGUN]) == epoch:
+            # The checkpoint was made after this hook, which is called again for what no checkpoint holds, such as a
+            # file. What it does to weights, rates and its own numbers has been done already.
+            self._mirror.put(arrays, learning_rates, step)
+            restore(self._list.callbacks, state)
         return self._effects()
 
     def after_epoch(
@@ -378,13 +384,13 @@ class Callbacks:
 
     def _begin_epoch(self, epoch: int) -> None:
         if epoch < self._plan.epochs:
-            self._epoch = epoch
+            self._epoch = self._begun = epoch
             self._list.on_epoch_begin(epoch)
 
     def _effects(self, stop: bool = False) -> CallbackEffects:
         """Changes that callbacks have made since the cluster's variables were copied into the mirror."""
         arrays, rates = self._mirror.changes()
-        state = changes_since(self._at_begin or {}, state_of(self._list.callbacks))
+        state = changes_since(self._at_begin or {}, state_of(self._list.callbacks)) | {BEGUN: np.array(self._begun)}
         return CallbackEffects(stop, learning_rates=rates, arrays=arrays, state=state)
 
 
