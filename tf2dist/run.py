@@ -128,8 +128,6 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
 
         loop = LOOPS[config.mode](context, start, on_progress, strategy)
         reporter.follow(loop)
-        if task == cluster.leader:
-            announce(loop, splits.note, run_dir, to_launcher)
 
         def write_finished_model() -> None:
             if task == cluster.leader:
@@ -138,18 +136,29 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
                 write_model(run_dir, loop.model, loop.optimizer, loop.arrays, num_updates, fresh, to_launcher.warn)
                 heartbeat.progress()
 
-        # The training. From now on there is something to save when the task is told to stop.
-        stop_when_asked()
         hooks = context.hooks if task == cluster.leader else NoHooks()
         length = functools.partial(Epochs, plan=source.plan, hooks=hooks) if source.plan else Steps
+        driver = Driver(loop, saver, reporter, splits.evaluated, length, write_finished_model)
+        if task == cluster.leader:
+            announce(driver, splits.note, run_dir, to_launcher)
+
+        # The training. From now on there is something to save when the task is told to stop.
+        stop_when_asked()
         wants_profile = config.profile and task == cluster.leader
         profile = profiling.of_run(cluster, task, run_dir, to_launcher.warn) if wants_profile else None
         with saver, abandoning(loop, cluster), profile or contextlib.nullcontext():
-            Driver(loop, saver, reporter, splits.evaluated, length, write_finished_model).drive()
+            driver.drive()
 
 
-def announce(loop: Loop, note: str, run_dir: Path, to_launcher: ToLauncher) -> None:
+def announce(driver: Driver, note: str, run_dir: Path, to_launcher: ToLauncher) -> None:
     """Tells the launcher where the run begins, and the note on its data; describes its model in the run directory."""
+    loop, restored_from = driver.loop, driver.loop.restored_from
+    # The launcher removes the summary when the training begins. Without one the run was stopped after its last step.
+    if loop.start and driver.is_at_end and (run_dir / "summary.json").exists():
+        restored_from = (
+            f"{run_dir}: this run had ended at step {loop.start.step}; nothing was trained; name another run_dir for a "
+            "new run"
+        )
     if loop.advice.warning:
         to_launcher.warn(loop.advice.warning)
     for text in (note, loop.advice.note):
@@ -157,8 +166,8 @@ def announce(loop: Loop, note: str, run_dir: Path, to_launcher: ToLauncher) -> N
             to_launcher.note(text)
     to_launcher.send(Began(loop.progress.global_step))
     describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
-    if loop.restored_from:
-        to_launcher.note(loop.restored_from)
+    if restored_from:
+        to_launcher.note(restored_from)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,9 @@ def test_a_run_goes_on(mode: str, command: Command, no_leftovers: Callable[[], N
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() == before.keys()
     assert (summary["updates_applied"], summary["examples_seen"]) == (60, before["examples_seen"] + 19 * 100 + 57)
+    if mode == "sync":
+        again = command(f"mode={mode}", *OPTIONS, "train.steps=60")
+        assert f"{run_dir}: this run had ended at step 60; nothing was trained; name another run_dir" in again.stderr
 
 
 def test_an_evaluation_needs_no_matplotlib(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import NotFiniteError
+from tf2dist.messages import ToLauncher
 from tf2dist.model.source import EpochPlan
+from tf2dist.run import announce
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.driver import Driver, Epochs
 from tf2dist.training.hooks import CallbackEffects
@@ -199,10 +201,20 @@ def drive(
     saver: NoSaver | None = None,
     reporter: NoReporter | None = None,
 ) -> None:
+    driver_of(loop, source, hooks, saver, reporter).drive()
+
+
+def driver_of(
+    loop: Any,
+    source: InMemorySource,
+    hooks: RecordingHooks,
+    saver: NoSaver | None = None,
+    reporter: NoReporter | None = None,
+) -> Driver:
     assert source.plan
     splits = source.load().evaluated
     length = functools.partial(Epochs, plan=source.plan, hooks=hooks)
-    Driver(loop, saver or NoSaver(), reporter or NoReporter(), splits, length, lambda: None).drive()
+    return Driver(loop, saver or NoSaver(), reporter or NoReporter(), splits, length, lambda: None)
 
 
 def drive_in_sync(worker: SyncWorker, name: str, batch_size: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
@@ -302,6 +314,13 @@ def test_callbacks_are_told_the_metrics_of_a_loss_that_is_not_finite(publishing:
     assert not logs["mae"] < 1e20
 
 
+def note_of(loop: Any, source: InMemorySource, run_dir: Path) -> str:
+    """The last line for the user before the training."""
+    told: list[Any] = []
+    announce(driver_of(loop, source, RecordingHooks()), "", run_dir, ToLauncher("chief-0", told.append))
+    return str(told[-1].text)
+
+
 class Keeping(NoSaver):
     def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
         self.kept = freeze()()
@@ -315,7 +334,13 @@ def test_no_epoch_begins_in_a_resumed_run_that_a_callback_had_ended(
     hooks = RecordingHooks({("epoch", 0): CallbackEffects(stop=True)})
     drive(async_loop(config, 1, 1, source=source), source, hooks, saver)
     again = RecordingHooks()
-    drive(async_loop(config, 1, 1, source=source, start=saver.kept), source, again)
+    loop = async_loop(config, 1, 1, source=source, start=saver.kept)
+    assert note_of(loop, source, tmp_path) == "going on at step 10", "it was stopped before it had a result"
+    (tmp_path / "summary.json").touch()
+    assert note_of(loop, source, tmp_path) == (
+        f"{tmp_path}: this run had ended at step 10; nothing was trained; name another run_dir for a new run"
+    )
+    drive(loop, source, again)
     assert [call[:3] for call in again.calls] == [("begin", EPOCHS, 10), ("end", 1, 10)]
 
 

@@ -55,6 +55,11 @@ class Driver:
         self._saver, self._write_finished_model = saver, write_finished_model
         self._length = make_length(self)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no step is left to train."""
+        return self._length.next_stop(self.loop.progress.global_step) is None
+
     def drive(self) -> None:
         """Trains, evaluates and reports the result."""
         try:
