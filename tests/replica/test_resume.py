@@ -19,7 +19,7 @@ from tests.replica.small_runs import run_config, sync_loop
 from tests.unit.test_saving import facts
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, of_description, pack, unpack
-from tf2dist.checkpoint.state import check_keras
+from tf2dist.checkpoint.state import check_keras, check_same
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config import load
 from tf2dist.config.schema import KerasConfig, RunConfig
@@ -124,6 +124,29 @@ def test_the_checkpoint_of_another_model_is_refused(async_loop: MakeLoop) -> Non
     elsewhere = replace(snapshot, facts=replace(snapshot.facts, data="mnist"))
     with pytest.raises(CheckpointError, match="trained on mnist, and data is digits"):
         async_loop(run_config(), start=elsewhere)
+
+
+NUMBERED = [
+    (["dense_2", "dense_3"], ["dense", "dense_1"], "give fit the function that builds the model"),
+    (["dense_10", "dense_9"], ["dense", "dense_1"], "name another run_dir"),  # the wide one is the second there
+    (["dense_9", "dense_10"], ["dense", "dense_1"], "give fit the function that builds the model"),
+    (["dense", "dense_1"], ["dense_1", "dense_2"], "give the layers the names that they have there"),
+    (["dense_1", "dense_2"], ["hidden", "logits"], "name another run_dir"),
+]
+
+
+@pytest.mark.parametrize(("here", "there", "way_out"), NUMBERED)
+def test_other_numbers_in_the_names_alone_are_told(here: list[str], there: list[str], way_out: str) -> None:
+    """A cell of a notebook that builds a model names its layers anew each time."""
+    arrays = {f"model/{name}/kernel": np.zeros([4, units]) for name, units in zip(there, (8, 3), strict=True)}
+    snapshot = Snapshot(5, arrays, replace(facts(5), data="arrays", keras=load.DEFAULTS))
+    named = {
+        f"model/{name}/kernel": [keras.Variable(np.zeros([4, units]))] for name, units in zip(here, (8, 3), strict=True)
+    }
+    with pytest.raises(CheckpointError, match="is of another model; missing: model/") as refused:
+        check_same(named, snapshot, "arrays", load.DEFAULTS)
+    reason = "only the numbers in the names differ, which Keras counts in each process: "
+    assert f"; {'' if 'run_dir' in way_out else reason}{way_out}" in str(refused.value)
 
 
 def test_a_checkpoint_made_under_other_settings_of_keras_is_refused() -> None:

@@ -40,6 +40,7 @@ from tf2dist.tf_internals import (
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
 MAX_NAMES = 6  # of variables in a message
+NUMBER = re.compile(r"_(\d+)$")  # of a layer, as Keras counts those of one process
 
 
 def named_variables(model: keras.Model, variables: list[keras.Variable], optimizers: list[keras.Optimizer]) -> Named:
@@ -181,6 +182,28 @@ def differences(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int,
     return [*lists, *([_some(reshaped)] if reshaped else [])]
 
 
+def way_out_of_numbers(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> str:
+    """What to do if the arrays of a checkpoint have other names by Keras's numbers of layers alone; "" if not so."""
+    if _in_order(shapes) != _in_order(wanted):
+        return ""
+    theirs, mine = ({part for name in names for part in name.split("/")} for names in (shapes, wanted))
+    # In a process that has made no other model Keras gives the first layer of each kind no number.
+    if any(NUMBER.sub("", part) not in theirs for part in theirs - mine):
+        advice = "give the layers the names that they have there"
+    else:
+        advice = "give fit the function that builds the model, or call keras.utils.clear_session() before you build it"
+    return f"only the numbers in the names differ, which Keras counts in each process: {advice}"
+
+
+def _in_order(shapes: dict[str, tuple[int, ...]]) -> list[tuple[list[str], tuple[int, ...]]]:
+    """The names without Keras's numbers and the shapes of arrays, in the order of these numbers."""
+    keys = {name: [NUMBER.sub("", part) for part in name.split("/")] for name in shapes}
+    numbers = {
+        name: [int(number[1]) if (number := NUMBER.search(part)) else 0 for part in name.split("/")] for name in shapes
+    }
+    return [(keys[name], shapes[name]) for name in sorted(shapes, key=lambda name: (keys[name], numbers[name]))]
+
+
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
@@ -218,6 +241,8 @@ def check_same(named: Named, snapshot: Snapshot, data: str, settings: KerasConfi
             for all_of_them in (wanted, shapes)
         )
         if problems := differences(theirs, mine):
+            if data in DATA_OF_FIT:
+                way_out = way_out_of_numbers(theirs, mine) or way_out
             raise CheckpointError(
                 f"run_dir: its checkpoint at step {snapshot.step} is of another {group.removesuffix('/')}; "
                 f"{'; '.join(problems)}; {way_out}"
