@@ -18,7 +18,7 @@ import pytest
 
 from tf2dist import cli
 from tf2dist.errors import FailureRecord, TaskFailure
-from tf2dist.fitting.consoles import QuietConsole, step_line
+from tf2dist.fitting.consoles import QuietConsole, console_of, step_line
 from tf2dist.launch import console
 from tf2dist.launch.console import Console, Unblocked
 from tf2dist.messages import ProgressMessage
@@ -198,6 +198,19 @@ def test_nothing_is_shown_with_verbose_0() -> None:
         quiet.status("starting")
         quiet.progress(PROGRESS)
     assert all_of(master) == ""
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [(0, "tf2dist: warning: look out\n"),
+                                                (2, "going on at step 5\ntf2dist: warning: look out\n")])  # fmt: skip
+def test_lines_that_stay_are_shown_with_verbose_2(verbose: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    with console_of(verbose) as lines:
+        lines.status("starting")
+        lines.note("going on at step 5")
+        lines.progress(PROGRESS)
+        lines.epoch(1, 3, {"loss": 0.5})  # Keras prints it
+        lines.warn("look out")
+    assert stream.getvalue() == shown
 
 
 def test_a_full_disk_behind_stderr_is_ignored() -> None:

@@ -24,7 +24,7 @@ def console_of(verbose: int) -> Console:
     # Only the process's own standard error may be used by its descriptor.
     stream = sys.stderr if sys.stderr is sys.__stderr__ and sys.stderr else cast(TextIO, NoFile(sys.stderr))
     if verbose != 1:
-        return QuietConsole(stream)
+        return LinesConsole(stream) if verbose == 2 else QuietConsole(stream)
     return NotebookConsole(stream) if in_notebook() else Console(stream)
 
 
@@ -56,8 +56,8 @@ def step_line(mode: str, num_batches: int, batch_size: int | None) -> str:
     return f"a step takes {product}{number_of(num_batches * batch_size, 'example')}"
 
 
-class QuietConsole(Console):
-    """Shows only warnings."""
+class LinesConsole(Console):
+    """Shows the lines that stay, for a log; Keras itself prints those of the epochs to the standard output."""
 
     def __enter__(self) -> Self:  # without a live line on a terminal
         return self
@@ -66,9 +66,22 @@ class QuietConsole(Console):
         pass
 
     def note(self, text: str) -> None:
+        if in_notebook():  # below a cell only warnings are red
+            print(printable(text), flush=True)
+        else:
+            super().note(text)
+
+    def epoch(self, number: int, num_epochs: int, metrics: dict[str, Any]) -> None:
         pass
 
     def progress(self, progress: ProgressMessage) -> None:
+        pass
+
+
+class QuietConsole(LinesConsole):
+    """Shows only warnings."""
+
+    def note(self, text: str) -> None:
         pass
 
 

@@ -79,7 +79,7 @@ def fit(arguments: FitArguments) -> Result:
         batch_size: the examples in a batch of one worker; None for Keras's 32.
         epochs: how many epochs to train; with `initial_epoch`, the number of the epoch at which to end.
         verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook in a line that changes;
-            2: a line for each epoch, as Keras.
+            2: a line for each epoch, as Keras, and the lines at the beginning and the end, without progress in between.
         callbacks: called in this thread, between two steps of the cluster. Batch hooks are not called for every
             step; their `batch` is the global step.
         validation_split: the fraction of the examples, from 0 to 1, that is held out for validation: the last ones.
