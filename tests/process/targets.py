@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.config.schema import DataConfig
-from tf2dist.data.loading import load
 from tf2dist.messages import ResultMessage, ToLauncher, ToTask, unpack
 
 
@@ -25,6 +24,8 @@ def succeed(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
 def use_wrappers(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Reports what has been imported before and after two parts of Keras are used; scikit-learn's digits are none."""
     import keras
+
+    from tf2dist.data.loading import load
 
     heavy = ("matplotlib", "sklearn")
     load(DataConfig(name="digits"))

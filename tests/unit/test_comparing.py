@@ -463,7 +463,8 @@ def test_ctrl_c_while_the_report_is_drawn_leaves_no_part_of_it(tmp_path: Path, m
     assert {path.name for path in (tmp_path / "all").iterdir()} == {"plan.json", "runs", "logs", ".lock"}
 
 
-LINES = re.findall(r"^(?:\$ )?python -m tf2dist\.compare(.*)", "\n".join(PAGES.values()), re.MULTILINE)
+TEXT = "\n".join(PAGES.values()).replace("\\\n", "")  # a command may go on in the next line
+LINES = re.findall(r"^(?:\$ )?python -m tf2dist\.compare(.*)", TEXT, re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", LINES)
