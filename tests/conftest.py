@@ -74,6 +74,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 MAX_SLOWNESS = 5.0
+# Files of which the summary of `make test` says that they take longest.
+LONGEST = {
+    f"test_{name}.py"
+    for name in (
+        *("like_keras", "async_calls", "resume", "public_reports", "comparing", "embedding_rows", "sync_rows"),
+        *("gpus", "predict", "elastic", "endings", "fit_places", "table_checkpoints", "ray", "tf_config", "pods"),
+    )
+}
 NUM_SLOWEST = 10
 # The processes that ran before a test; once its fixtures are made, theirs are among them.
 PIDS = pytest.StashKey[set[int]]()
@@ -120,6 +128,11 @@ def end_processes(others: set[int]) -> list[str]:
             process.kill()
     psutil.wait_procs(mine, timeout=5.0)
     return told
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has the longest files begin first: at the end one process would work on them, and the others have nothing."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_unconfigure() -> None:

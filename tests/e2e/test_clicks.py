@@ -24,6 +24,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_clicks_are_learned(command: Command, mode: str) -> None:
     finished = command(f"mode={mode}", *OPTIONS)

@@ -64,6 +64,7 @@ def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.S
     assert (finished.run_dir / "training.png").is_file(), "what there is of the run is drawn"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", ["done", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_the_picture_comes_last_and_can_be_left_out(command: Command, ending: str) -> None:
     """The user has read how the run has ended before matplotlib, here one that hangs, is imported."""

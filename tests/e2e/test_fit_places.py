@@ -144,6 +144,7 @@ print(result.summary["global_step"] >= 6)
     assert goes_on == "True"
 
 
+@pytest.mark.thorough
 def test_threads_of_a_program_train_side_by_side_and_are_saved_when_it_is_interrupted(tmp_path: Path) -> None:
     code = """
 import threading

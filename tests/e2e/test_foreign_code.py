@@ -64,6 +64,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_a_plugin_uses_tensorflow_and_processes(command: Command, tmp_path: Path, mode: str) -> None:
     (tmp_path / "busy.py").write_text(PLUGIN)

@@ -102,6 +102,7 @@ def test_each_mode_computes_on_the_workers_gpus_alone(
     assert gpus.num_processes() == 2
 
 
+@pytest.mark.thorough
 def test_rows_of_tables_on_gpus(command: Command, tmp_path: Path) -> None:
     """They are looked up, and their gradients computed, on the GPUs, with the results of CPUs."""
     clicks = ["data=clicks", "data.num_users=40000", "data.num_impressions=6000", "data.num_validation=500"]

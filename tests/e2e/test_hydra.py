@@ -42,6 +42,7 @@ def test_the_directory_under_hydras_name(tmp_path: Path) -> None:
     assert (summary["seed"], summary["global_step"]) == (3, 5)
 
 
+@pytest.mark.thorough
 def test_hydras_logging_is_silent_unless_it_is_chosen(tmp_path: Path) -> None:
     quiet = command(tmp_path, "--cfg", "job", "-p", "seed")
     assert (quiet.stdout, quiet.stderr) == ("0\n", "")

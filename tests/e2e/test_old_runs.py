@@ -42,6 +42,7 @@ def test_a_run_goes_on(mode: str, command: Command, no_leftovers: Callable[[], N
         assert f"{run_dir}: this run had ended at step 60; nothing was trained; name another run_dir" in again.stderr
 
 
+@pytest.mark.thorough
 def test_an_evaluation_needs_no_matplotlib(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such symbol')\n")
     command = [sys.executable, "-m", "tf2dist.evaluate", str(OLD_RUNS / "async")]

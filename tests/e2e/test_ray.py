@@ -180,6 +180,7 @@ class Job:
         return found
 
 
+@pytest.mark.thorough
 def test_sync_with_two_workers(environment: dict[str, str], tmp_path: Path) -> None:
     job = Job(tmp_path, environment, "mode=sync", "cluster.num_workers=2", "train.steps=200")
     assert job.run() == 0, job.output

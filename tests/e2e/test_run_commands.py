@@ -205,6 +205,7 @@ def test_predictions_of_the_test_set_are_printed_and_drawn(digits: Path, tmp_pat
         assert width > 500
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_is_no_error(digits: Path, test_set: data.Arrays, tmp_path: Path) -> None:
     np.save(tmp_path / "many.npy", np.repeat(test_set.x, 30, axis=0))
     command = f"{sys.executable} -m tf2dist.predict {digits} {tmp_path}/many.npy | head -n 1; echo ${{PIPESTATUS[0]}}"

@@ -113,6 +113,7 @@ def test_the_results_of_a_table_in_a_file_are_the_same(runs: dict[int, Path], so
         assert large < small + TABLE_MB / 2, peaks
 
 
+@pytest.mark.thorough
 def test_a_model_in_memory_is_sent_as_files(runs: dict[int, Path], tmp_path: Path) -> None:
     peaks = []
     for rows, run_dir in runs.items():

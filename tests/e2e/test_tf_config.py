@@ -194,9 +194,9 @@ def test_a_stop_while_all_workers_are_away_saves(command: Command, frozen: bool)
 @pytest.mark.parametrize(
     ("mode", "counts", "missing"),
     [
-        ("async", {"chief": 1, "ps": 1, "worker": 1}, "ps-0"),
+        pytest.param("async", {"chief": 1, "ps": 1, "worker": 1}, "ps-0", marks=pytest.mark.thorough),
         ("async", {"ps": 1, "chief": 1, "worker": 1}, "chief-0"),
-        ("sync", {"worker": 2}, "worker-1"),
+        pytest.param("sync", {"worker": 2}, "worker-1", marks=pytest.mark.thorough),
     ],
 )
 def test_a_peer_that_never_comes_is_named(command: Command, mode: str, counts: dict[str, int], missing: str) -> None:

@@ -140,6 +140,7 @@ def test_replicas_equal_keras(
     assert_equals_keras(loop, make)
 
 
+@pytest.mark.thorough
 def test_narrow_rows(async_loop: Callable[..., Any], publishing: Callable[..., None]) -> None:
     publishing(SPLITS)
     make = functools.partial(model_of, OPTIMIZERS["sgd"])

@@ -174,6 +174,7 @@ def test_algorithms_with_variables_cut_into_three(async_loop: MakeLoop, algorith
     assert_same_arrays(ends["partitioned"], ends["round_robin"], STATE)
 
 
+@pytest.mark.thorough
 def test_sync_replicas_with_cut_variables(replicas_loop: MakeLoop) -> None:
     """With a callback that changes weights, and moving averages that become the weights at the end."""
     ends: dict[str, list[Snapshot]] = {}

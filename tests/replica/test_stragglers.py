@@ -73,6 +73,7 @@ def test_without_a_simulation_no_delay_is_in_the_graph(async_loop: MakeLoop) -> 
     assert len(calls_of(async_loop(config))) == 10, "each step of a call needs one node"
 
 
+@pytest.mark.thorough
 def test_a_delayed_asynchronous_worker_does_a_smaller_share(
     async_loop: MakeLoop, publishing: Callable[[RunConfig], None]
 ) -> None:
