@@ -74,13 +74,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 MAX_SLOWNESS = 5.0
-# Files of which the summary of `make test` says that they take longest.
+# Files of whole commands of which the summary of `make test` says that they take longest.
 LONGEST = {
     f"test_{name}.py"
-    for name in (
-        *("like_keras", "async_calls", "resume", "public_reports", "comparing", "embedding_rows", "sync_rows"),
-        *("gpus", "predict", "elastic", "endings", "fit_places", "table_checkpoints", "ray", "tf_config", "pods"),
-    )
+    for name in ("gpus", "predict", "elastic", "endings", "fit_places", "table_checkpoints", "docs", "pods")
 }
 NUM_SLOWEST = 10
 # The processes that ran before a test; once its fixtures are made, theirs are among them.
