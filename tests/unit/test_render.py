@@ -27,7 +27,6 @@ from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config import for_fit
 from tf2dist.config.load import load
-from tf2dist.errors import ConfigError
 from tf2dist.tools.engines import kubernetes
 from tf2dist.tools.engines.job_request import JobRequest
 
@@ -436,96 +435,6 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
         text = rendered(capsys, *shlex.split(options))
         for part in block.split("...\n"):
             assert part in text
-
-
-REFUSED = {
-    ("slurm", "--command", ""): "--command: is empty; give a program that calls tf2dist.fit",
-    ("slurm", "--command", "python 'train.py"): "--command .*: cannot be read .*; close the quotes",
-    ("slurm", "--command", "cd x && python train.py"): "no shell reads it, so cd would be a word for the program",
-    ("slurm", "--command", "python prepare.py; python train.py"): "no shell reads it, so prepare.py; would be",
-    ("slurm", "--command", "python -m tf2dist"): "is what runs without --command; leave it out",
-    ("slurm", "--command", "python x.py", "model=cnn"): "--command: model belongs to the command line; give fit the",
-    ("slurm", "--command", "python x.py", "train.epochs=3"): "--command: train.epochs is the argument epochs of fit",
-    ("slurm", "--command", "python x.py", "--config-dir", "."): "--command: --config-dir.* is for python -m tf2dist",
-    ("kubernetes", "--command", "python x.py"): r"mode \(async\): is not for this engine; render jobset",
-    ("slurn",): "slurn: must be the name of an engine, slurm, .*did you mean slurm",
-    ("slurm", "mode=synk"): "mode .synk.: ",
-    ("slurm", "train.stepps=3"): "did you mean train.steps",
-    (
-        "slurm",
-        "cluster=local2",
-    ): r"cluster \(local2\): is set by the request; leave it out, and give cluster.num_workers",
-    ("slurm", "cluster.rank=1"): "is set by the request",
-    ("slurm", "cluster.num_workers=0"): r"cluster.num_workers \(0\): must be a whole number from 1 to",
-    ("slurm", "--image", "x"): "--image: is not for slurm; leave it out",
-    ("slurm", "--line", "rm -rf /"): "--line .*must be a line such as",
-    ("slurm", "--line", "#SBATCH -N2\nrm x"): "--line .*must be a line such as",
-    ("slurm", "--multirun", "seed=1,2"): "--multirun: is not for a request",
-    ("slurm", "--gpus"): "--gpus: expected one argument",
-    ("slurm", "--gpu", "1"): "--gpu",
-    ("jobset", "cluster.num_workers=2", "cluster.min_workers=3"): r"the cluster has 2 workers; give at most as many",
-    ("kubernetes", "mode=async"): r"mode \(async\): is not for this engine; render jobset",
-    ("jobset", "mode=sync"): "render kubernetes",
-    (
-        "jobset",
-        "cluster.num_workers=9000",
-    ): "addresses of all tasks have 2.*,... characters, of which Linux takes 128,000",
-    ("kubernetes", "mode=sync", "run_dir=runs/a"): r"run_dir \(runs/a\): .*give a path such as /runs/a",
-    ("kubernetes", "mode=sync", "--name", "A"): "--name .A.: must be small letters",
-    ("kubernetes", "mode=sync", "--memory", "lots"): "--memory .lots.: must be a size such as 8Gi",
-    ("ray",): r"run_dir \(null\): .*give the path of a directory that all nodes share",
-    ("ray", "run_dir=runs/mine"): r"run_dir \(runs/mine\): ",
-    ("ray", SHARED, "--memory", "8Gi"): "--memory: is not for ray; leave it out",
-    ("slurm", "--out", "/no/such/folder/x"): "--out ./no/such/folder/x.: cannot be written",
-}
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_what_is_wrong_is_told_in_one_line(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=REFUSED[arguments]) as raised:
-        render.run(list(arguments))
-    assert "\n" not in str(raised.value)
-
-
-def test_the_command_prints_one_line_for_an_error_and_loads_no_tensorflow() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "tf2dist.render", "slurm", "mode=x"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert len(lines) == 1
-    assert lines[0].startswith("tf2dist: error: mode (x): ")
-    assert not re.search(r"\| +(tensorflow|keras)$", done.stderr, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("engine", "program"), [("slurm", "sbatch"), ("jobset", "kubectl"), ("compose", "docker"), ("ray", "ray")]
-)
-def test_submitted_is_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, program: str
-) -> None:
-    path = tmp_path / program
-    source = '"$last"' if engine == "ray" else ""  # in the working directory
-    path.write_text(f'#!/bin/sh\nfor last in "$@"; do :; done\ncat {source} > {tmp_path}/submitted\nexit 4\n')
-    path.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert render.run([engine, SHARED, "--submit"]) == 4, "the exit code of the engine's command"
-    assert (tmp_path / "submitted").read_text() == capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    assert render.run([engine, SHARED, "--submit", "--command", "python train.py"]) == 4
-    assert (tmp_path / "submitted").read_text() == capsys.readouterr().out
-    assert sorted(tmp_path.iterdir()) == before
-    assert render.run([engine, SHARED, "--submit", "--out", str(tmp_path / "kept")]) == 4
-    assert (tmp_path / "submitted").read_text() == (tmp_path / "kept").read_text()
-    with pytest.raises(ConfigError, match="name a new file"):
-        render.run([engine, SHARED, "--out", str(tmp_path / "kept")])
-
-
-def test_without_the_engine_nothing_can_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="there is no sbatch here; use --out FILE"):
-        render.run(["slurm", "--submit"])
 
 
 def test_the_image_is_for_the_user_of_the_manifests() -> None:

@@ -183,7 +183,7 @@ def differences(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int,
 
 
 def way_out_of_numbers(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> str:
-    """What to do if the arrays of a checkpoint have other names by Keras's numbers of layers alone; "" if not so."""
+    """The way out if the arrays of a checkpoint have other names by Keras's numbers of layers alone; "" if not so."""
     if _in_order(shapes) != _in_order(wanted):
         return ""
     theirs, mine = ({part for name in names for part in name.split("/")} for names in (shapes, wanted))

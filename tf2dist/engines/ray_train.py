@@ -1,4 +1,4 @@
-"""What a job of Ray runs, under the name that the scripts of `tf2dist.render` have."""
+"""The parts of a job of Ray, under the name by which the scripts of `tf2dist.render` import them."""
 
 from tf2dist.tools.engines.ray_gang import Gang, run_command, train
 

@@ -109,7 +109,8 @@ def fit(arguments: FitArguments) -> Result:
             tasks of one srun of SLURM, or of another engine that numbers them, or else `Local()`.
         run_dir: the directory for all files of the run; a run that it already holds is resumed. None for the one that
             a job of ``tf2dist.render --command`` gives, or else for a new directory in ``outputs``.
-        seed: of the initial weights, the order of the examples, and the random numbers of layers.
+        seed: of the order of the examples and the random numbers of layers; of the initial weights, too, if `model` is
+            a function.
         options: options of the command line, such as ``{"checkpoint.every_secs": 60}``.
 
     Returns:

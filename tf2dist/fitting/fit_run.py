@@ -54,7 +54,7 @@ from tf2dist.training.setup import sharding_of
 
 
 class OfLeader(dict[str, Any]):
-    """What the leader's host alone has; on others it is empty, and an error says so to whoever looks something up."""
+    """A part of the result that the leader's host alone has; on others it is empty, and a look into it is an error."""
 
     where = ""
 

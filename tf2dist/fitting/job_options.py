@@ -1,4 +1,4 @@
-"""What the job that runs a script tells the calls of `fit` in it, in a variable that ``tf2dist.render`` sets."""
+"""The options that a job gives to the calls of `fit` in its script, in a variable that ``tf2dist.render`` sets."""
 
 import itertools
 from collections.abc import Mapping

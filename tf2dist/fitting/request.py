@@ -269,11 +269,10 @@ def configuration(
         raise FitError(f"seed ({seed}): must be a whole number")
     tf_config = os.environ.get("TF_CONFIG")
     arguments = [f"mode={mode}", f"seed={seed}", *job]
-    if any(option.startswith("cluster=") for option in job):
-        pass
-    elif not cluster and not tf_config and (engine := of_engine(os.environ)):
+    is_known = tf_config or any(option.startswith("cluster=") for option in job)
+    if not cluster and not is_known and (engine := of_engine(os.environ)):
         arguments.append(f"cluster={engine}")
-    elif cluster or not tf_config:
+    elif cluster or not is_known:
         cluster = cluster or Local()
         refusals.check_numbers(workers=cluster.workers)
         arguments += [

@@ -57,7 +57,7 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Gang(ray.train.BackendConfig):
-    """What the gang must know of the options."""
+    """The options that the gang must know."""
 
     control_port_shift: int
     stop_secs: float  # how long a task may take from SIGTERM to its end
