@@ -31,6 +31,13 @@ class TaskMessage:
 
 
 @dataclass(frozen=True)
+class Started(TaskMessage):
+    """The task has a process; it says so before it can start others, which would have to be ended with it."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
 class Alive(TaskMessage):
     """The process runs; said every second, as a sign of life and nothing else."""
 
@@ -174,7 +181,8 @@ class PauseWanted:
 
 
 FromTask = (
-    Alive
+    Started
+    | Alive
     | Silence
     | LongCall
     | Stalled
@@ -289,14 +297,6 @@ class ServerEnded:
 
 
 @dataclass(frozen=True)
-class Started:
-    """A task has a process."""
-
-    task: str
-    pid: int
-
-
-@dataclass(frozen=True)
 class Exited:
     """A task's process has ended.
 
@@ -337,7 +337,7 @@ class Forward:
     line: str
 
 
-FromServer = Ready | Started | Exited
+FromServer = Ready | Exited
 ToServer = Start | Forward
 Event = FromTask | FromServer  # what a launcher tells: its tasks and its fork server send to one socket
 Packet = Event | ServerEnded  # what it reads

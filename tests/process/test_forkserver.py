@@ -41,6 +41,32 @@ def test_the_tasks_of_a_killed_fork_server_die_with_it(tmp_path: Path, monkeypat
     assert error.value.exit_code == 138, "worth a retry"
 
 
+PAUSES = """
+import os, time
+parents = []
+os.register_at_fork(
+    after_in_child=lambda: parents.append(os.getppid()),
+    after_in_parent=lambda: len(parents) == 1 and time.sleep(60),  # the fork server, which a warm process has forked
+)
+"""
+
+
+def test_what_a_task_has_started_dies_with_a_fork_server_that_is_killed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel kills the task alone; the launcher kills what it has started, if it knows the task's process."""
+    (tmp_path / "pauses.py").write_text(PAUSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    with Launcher(tmp_path, preload=("pauses",)) as launcher:
+        start(launcher, "worker-0", "wait")
+        event = said(launcher)
+        started = [psutil.Process(event[name]) for name in ("pid", "child")]
+        os.kill(launcher._server_pid, signal.SIGKILL)  # in its pause, before it could tell of the task
+        with pytest.raises(TaskLostError):
+            wait_for(launcher, Began)
+        assert psutil.wait_procs(started, timeout=5)[1] == []
+
+
 def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """And a retry would end in the same way."""
     with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TrainingError) as error:

@@ -138,7 +138,7 @@ def test_a_task_is_killed_as_soon_as_its_process_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The fork server was stopped when it was asked for one."""
-    launcher = ScriptedLauncher(tmp_path, [(108.0, Started("worker-1", 1))], silent="worker-1")
+    launcher = ScriptedLauncher(tmp_path, [(108.0, Started(1, task="worker-1"))], silent="worker-1")
     launcher.reaps = False
     signals: list[tuple[float, int]] = []
 

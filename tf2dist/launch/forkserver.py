@@ -80,6 +80,8 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int, 
     # A group of its own, so that a kill reaches what the task itself has started.
     os.setpgid(0, 0)
     linux.die_with_parent(parent_pid)
+    to_launcher = ToLauncher(request.task, poster(sock))
+    to_launcher.send(Started(os.getpid()))
     for number in (signal.SIGCHLD, signal.SIGCONT, *LAUNCHERS_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     # The pipe is the server's: a signal to this task would wake the server.
@@ -92,7 +94,7 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int, 
     sys.path[:] = request.sys_path or sys.path
     module, function = request.target.split(":")
     target = getattr(importlib.import_module(module), function)
-    return int(target(request.payload, ToLauncher(request.task, poster(sock))))
+    return int(target(request.payload, to_launcher))
 
 
 class Forked(NamedTuple):
@@ -193,7 +195,6 @@ def serve(sock: socket.socket, wakeup: int) -> int:
                     print(f"cannot start {request.task}: {error}", file=sys.stderr, flush=True)
                     return 1
                 tasks[pid] = task
-                post(Started(request.task, pid))
     except OSError:  # the launcher is gone
         return 0
     finally:
