@@ -27,7 +27,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from tests.bench import page
+from tests.bench import page, scale
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
 from tests.bench.page import shown, target_of
@@ -111,17 +111,44 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:
     """What is known so far: a run of the whole table takes an hour."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps({"comparisons": results}, indent=2) + "\n")
+    write_section(folder, "comparisons", results)
     page.update(results, folder)
+
+
+def read_section(folder: Path, name: str) -> list[dict[str, Any]]:
+    path = folder / "bench.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text()).get(name, []) if path.exists() else []
+    return found
+
+
+def write_section(folder: Path, name: str, results: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "bench.json"
+    others = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(others | {name: results}, indent=2) + "\n")
 
 
 def merged(folder: Path, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results, after those of other comparisons that a folder has."""
     names = {result["name"] for result in results}
-    path = folder / "bench.json"
-    earlier = json.loads(path.read_text())["comparisons"] if path.exists() else []
-    return [*(result for result in earlier if result["name"] not in names), *results]
+    return [*(result for result in read_section(folder, "comparisons") if result["name"] not in names), *results]
+
+
+def run_scale(settings: list[scale.Setting], options: argparse.Namespace, console: Console) -> None:
+    """Measures clusters; each becomes an entry of the section "scale", in place of an earlier one."""
+    facts = {name: fact for name, fact in circumstances(options).items() if name in scale.FACTS}
+    for setting in settings:
+        points = []
+        for number in range(options.rounds):
+            try:
+                points.append(scale.measure(setting, scale.WINDOW_SECS * options.scale))
+            except FAILURES as error:
+                console.print(f"{setting}, round {number + 1}: {error}", style="red", highlight=False, markup=False)
+        if points:
+            point = scale.median_of(points) | facts
+            console.print(scale.line_of(point), highlight=False, markup=False, soft_wrap=True)
+            earlier = [one for one in read_section(options.out, "scale") if scale.Setting.of(one) != setting]
+            write_section(options.out, "scale", sorted([*earlier, point], key=scale.order_of))
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
@@ -147,20 +174,30 @@ def main() -> int:
     parser.add_argument("--only", default="", help="comparisons whose names begin with one of these, split by commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of steps")
+    numbers = ",".join(map(str, scale.WORKERS))
+    parser.add_argument("--workers", default=numbers, help="of the rows that begin with scale")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
     options = parser.parse_args()
     console = Console()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the contenders end, too
     with tempfile.TemporaryDirectory() as folder:
         save_arrays(folder)
-        wanted = options.only.split(",")
-        chosen = [one for one in Table(folder, options.scale) if one.name.startswith(tuple(wanted))]
-        if not chosen:
-            parser.error(f"--only ({options.only}): names none of {', '.join(one.name for one in Table(folder))}")
+        wanted = tuple(options.only.split(","))
+        chosen = [one for one in Table(folder, options.scale) if one.name.startswith(wanted)]
+        sizes = [
+            one for one in scale.settings(list(map(int, options.workers.split(",")))) if one.name.startswith(wanted)
+        ]
+        if not chosen and not sizes:
+            parser.error(
+                f"--only ({options.only}): names none of {', '.join(one.name for one in Table(folder))}, scale"
+            )
         results = []
         for comparison in chosen:
             results.append(run(comparison, options.rounds, console) | circumstances(options))
             write(merged(options.out, results), options.out)
+        run_scale(sizes, options, console)
+    if not results:
+        return 0
     show(results, console)
     if importlib.util.find_spec("torch") is None:
         console.print("torch is not installed and did not take part: .venv/bin/pip install -e '.[torch]'", markup=False)
