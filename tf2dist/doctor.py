@@ -118,7 +118,7 @@ def request(
     config, place, findings = None, None, []
     try:
         config = load(overrides, environ.get("TF_CONFIG"), source)
-        location.check_dir(config.data)
+        location.check(config.data)
         findings.append(Finding("ok", "configuration", f"mode={config.mode}, model={config.model['name']}"))
     except RequestError as error:
         findings += failures("configuration", error)

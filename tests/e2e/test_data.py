@@ -1,5 +1,6 @@
-"""Runs on damaged data, and runs of a user without a home directory."""
+"""Runs on idx files and on damaged data, and runs of a user without a home directory."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import COMMAND, Command, slowness
+from tests.idx import TRAIN_IMAGES, write_fashion_mnist
 from tf2dist.config.schema import DataConfig
-from tf2dist.data import location
+from tf2dist.data import image_files
 
 
 def test_a_changed_byte_in_the_data_is_reported(command: Command, real_data: str, tmp_path: Path) -> None:
     if real_data != "mnist":
         pytest.skip("MNIST is not on this machine")
-    files = location.mnist_files(location.mnist_dir(DataConfig()))
-    assert files
+    found = image_files.find(DataConfig())
+    assert found
+    files = (*found.train, *found.test)
     folder = tmp_path / "mnist" / "3.0.1"
     folder.mkdir(parents=True)
     for file in (*files, files[0].parent / "dataset_info.json"):
@@ -33,6 +36,32 @@ def test_a_changed_byte_in_the_data_is_reported(command: Command, real_data: str
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_fashion_mnist_from_idx_files(command: Command, tmp_path: Path, mode: str) -> None:
+    write_fashion_mnist(tmp_path / "files", 400, 50)
+    finished = command(
+        *(f"mode={mode}", "cluster=local2", "data=fashion_mnist", f"data.dir={tmp_path / 'files'}"),
+        *("data.num_validation=100", "train.batch_size_per_worker=50", "train.steps=60"),
+    )
+    assert finished.code == 0, finished
+    summary = json.loads((finished.run_dir / "summary.json").read_text())
+    assert (summary["data"], summary["validation_examples"], summary["test_examples"]) == ("fashion_mnist", 100, 50)
+    assert summary["test_accuracy"] > 0.15
+
+
+def test_a_compressed_file_that_ends_early(command: Command, tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path / "files", 400, 50)
+    file = tmp_path / "files" / f"{TRAIN_IMAGES}.gz"
+    file.write_bytes(file.read_bytes()[:-100])
+    finished = command(
+        *("cluster=local2", "data=fashion_mnist", f"data.dir={file.parent}", "data.num_validation=100"),
+        env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    assert finished.code == 2, finished
+    assert f"data (fashion_mnist): {file} is damaged: Compressed file ended before" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare")
 def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
@@ -40,7 +69,7 @@ def test_a_user_without_a_home(real_data: str, tmp_path: Path) -> None:
     as_unknown_user = ["unshare", "--user", "--map-user=54321"]
     if subprocess.run([*as_unknown_user, "true"], stderr=subprocess.DEVNULL, timeout=30 * slowness()).returncode:
         pytest.skip("this system allows no user namespaces")
-    folder = location.mnist_dir(DataConfig())
+    folder = image_files.tfds_dir(DataConfig())
     env = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME", "KERAS_HOME")}
     completed = subprocess.run(
         [*as_unknown_user, *COMMAND, "cluster=local1", f"data={real_data}", "train.steps=20", "run_dir=run"],

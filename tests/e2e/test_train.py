@@ -268,6 +268,22 @@ def test_without_data_and_network_it_may_be_told_to_fail(command: Command) -> No
     assert not finished.run_dir.exists()
 
 
+def test_fashion_mnist_is_never_replaced_by_other_data(command: Command) -> None:
+    if os.path.isdir("/usr/share/datasets/fashion-mnist"):
+        pytest.skip("Debian's package dataset-fashion-mnist is on this machine")
+    env = {"TFDS_DATA_DIR": str(command.folder / "none"), "NO_PROXY": "*"}
+    finished = in_no_network(command, "data=fashion_mnist", env=env)
+    assert finished.code == 2, finished
+    last = finished.stderr.splitlines()[-1]
+    assert last.startswith("tf2dist: error: data (fashion_mnist): not in ")
+    assert last.endswith(
+        " is unknown; install Debian's package dataset-fashion-mnist, or give the folder of its idx files as data.dir"
+    )
+    assert "digits" not in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert not finished.run_dir.exists()
+
+
 def in_no_network(command: Command, *arguments: str, env: dict[str, str]) -> Finished:
     """Runs the command where no name can be resolved, so that no test depends on the network's absence."""
     (command.folder / "sitecustomize.py").write_text(

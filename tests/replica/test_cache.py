@@ -8,6 +8,7 @@ import pytest
 
 from tf2dist.data import mnist
 from tf2dist.data.arrays import Arrays
+from tf2dist.data.image_files import Files
 
 
 class Decode:
@@ -17,7 +18,7 @@ class Decode:
         self.calls = 0
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def __call__(self, path: Path) -> Arrays:
+    def __call__(self, name: str, files: Files) -> Arrays:
         self.calls += 1
         self.meanwhile()
         return Arrays(np.full((500, 2, 2), 7, np.uint8), np.arange(500) % 10)
@@ -34,7 +35,7 @@ def decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Decode:
 
 def load(tmp_path: Path) -> Arrays:
     """Loads the arrays, and asserts that they are correct and mapped from the cache."""
-    arrays = mnist.decoded(tmp_path / "mnist-train.tfrecord")
+    arrays = mnist.decoded("mnist", (tmp_path / "mnist-train.tfrecord",))
     assert isinstance(arrays.x, np.memmap), "the array is not mapped"
     np.testing.assert_array_equal(arrays.x, np.full((500, 2, 2), 7))
     np.testing.assert_array_equal(arrays.y, np.arange(500) % 10)
@@ -87,5 +88,5 @@ def test_without_a_writable_cache_data_is_decoded_each_time(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
-        assert len(mnist.decoded(tmp_path / "mnist-train.tfrecord")) == 500
+        assert len(mnist.decoded("mnist", (tmp_path / "mnist-train.tfrecord",))) == 500
     assert decode.calls == 2

@@ -17,8 +17,9 @@ from tf2dist import data, registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, input_position
 from tf2dist.config.schema import DataConfig
-from tf2dist.data import location, pipeline
-from tf2dist.data.loading import load_mnist
+from tf2dist.data import image_files, pipeline
+from tf2dist.data.known import IMAGES
+from tf2dist.data.loading import load_images
 from tf2dist.data.passes import InputPosition, Sharding
 from tf2dist.data.splits import checked
 from tf2dist.errors import DataError
@@ -139,17 +140,19 @@ def test_batches_of_any_structure(tmp_path: Path) -> None:
 
 
 def test_the_newest_complete_version_of_mnist_is_used(tmp_path: Path) -> None:
+    config = DataConfig(dir=str(tmp_path))
     names = ["mnist-train.tfrecord-00000-of-00001", "mnist-test.tfrecord-00000-of-00001", "dataset_info.json"]
     # 3.0.0 has no file to train on, and 3.0.2 has no dataset_info.json.
     for version, files in (("3.0.0", names[1:]), ("3.0.1", names), ("3.0.2", names[:2])):
         (tmp_path / "mnist" / version).mkdir(parents=True)
         for name in files:
             (tmp_path / "mnist" / version / name).touch()
-        found = location.mnist_files(tmp_path)
-        assert found == (None if version == "3.0.0" else tuple(tmp_path / "mnist" / "3.0.1" / n for n in names[:2]))
+        found = image_files.find(config)
+        expected = [(tmp_path / "mnist" / "3.0.1" / name,) for name in names[:2]]
+        assert found == (None if version == "3.0.0" else (tmp_path, *expected))
     (tmp_path / "mnist" / "3.0.1" / names[0]).unlink()
     with pytest.raises(DataError, match="not in"):
-        load_mnist(DataConfig(dir=str(tmp_path)))
+        load_images(config)
 
 
 def encoded_example(label: int, png: bytes | None = None) -> bytes:
@@ -219,13 +222,14 @@ def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: 
     np.testing.assert_array_equal(split_of(data.load(config), "test").x, expected)
 
 
-def test_mnist_is_downloaded_from_the_named_host_and_not_as_a_prepared_copy() -> None:
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_are_downloaded_from_the_named_host_and_not_as_a_prepared_copy(name: str) -> None:
     import tensorflow_datasets as tfds
 
-    assert urllib.parse.urlparse(tfds.builder_cls("mnist").URL).hostname == location.MNIST_HOST
+    assert urllib.parse.urlparse(tfds.builder_cls(name).URL).hostname == IMAGES[name].host
     # The access is enabled first, in case a setting of this machine disables it; the download disables it in this way.
     with tfds.testing.enable_gcs_access(), tfds.testing.disable_gcs_access():
-        assert not tfds.is_dataset_on_gcs("mnist/3.0.1")
+        assert not tfds.is_dataset_on_gcs(f"{name}/3.0.1")
 
 
 def test_the_parabola_knows_its_curve_and_its_noise() -> None:

@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 from tests.tfds import write_mnist
 from tf2dist import cli
 from tf2dist.config.schema import DataConfig
-from tf2dist.data import location
+from tf2dist.data import image_files, location
 from tf2dist.launch import findings
 
 EXAMPLES = [bytes([number]) * 40 for number in range(5)]
@@ -86,18 +86,18 @@ def test_an_unknown_size_is_not_reported_as_damage(tmp_path: Path) -> None:
         del split["numBytes"]  # tensorflow-datasets has 0 for an unknown size, and leaves out what is 0
     info_file.write_text(json.dumps(info))
     location.resolve(DataConfig(dir=str(tmp_path)), pytest.fail)
-    assert [location.num_examples(file) for file in files] == [len(EXAMPLES)] * 2
+    assert [image_files.num_examples(file) for file in files] == [len(EXAMPLES)] * 2
 
 
 AS_ANOTHER_USER = """
 import os, sys
 from tf2dist.config import load
 from tf2dist.config.schema import DataConfig
-from tf2dist.data import location
+from tf2dist.data import image_files, location
 from tf2dist.errors import RequestError
 load.load(["data=digits"], None)  # imports what the other user may not be able to read
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
-print(location.mnist_files(location.mnist_dir(DataConfig())))
+print(image_files.find(DataConfig()))
 location.resolve(DataConfig(dir=sys.argv[1]), print)
 for option in ("init_from", "data.dir"):
     try:

@@ -20,6 +20,7 @@ from tf2dist import doctor, render
 from tf2dist.config.compose import PLUGIN_GROUPS, groups, values
 from tf2dist.config.option import COMMAND_LINE
 from tf2dist.config.schema import MODES, OPTIONS, RunConfig
+from tf2dist.data.known import IMAGES
 from tf2dist.data.location import DEFAULT_EPOCHS
 from tf2dist.tools.comparing.matrix import PARSERS
 
@@ -116,7 +117,9 @@ def test_the_choices_are_those_in_conf() -> None:
 
 
 def test_the_default_length_of_a_training() -> None:
-    text = f"{DEFAULT_EPOCHS['mnist']:g} passes over MNIST, {DEFAULT_EPOCHS['digits']:g} over digits"
+    titles = {name: images.title for name, images in IMAGES.items()}
+    passes = {titles.get(name, name): f"{epochs:g}" for name, epochs in DEFAULT_EPOCHS.items()}
+    text = ", ".join(f"{count} over {title}" for title, count in passes.items()).replace(" over", " passes over", 1)
     assert text in LISTED["train.epochs"][2]
 
 

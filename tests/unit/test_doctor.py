@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.tfds import NAMES, write_mnist
 from tf2dist import doctor, linux
 from tf2dist.cluster import reachability
 from tf2dist.config.schema import DataConfig
-from tf2dist.data import location
+from tf2dist.data.known import IMAGES
 from tf2dist.launch import findings
 from tf2dist.launch.findings import Finding
 
@@ -163,7 +164,7 @@ def test_a_public_address_is_a_failure_and_a_private_one_a_warning() -> None:
 def test_data_that_is_missing_or_incomplete(
     offline: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(location, "MNIST_HOST", "no-such-host.invalid")
+    monkeypatch.setitem(IMAGES, "mnist", replace(IMAGES["mnist"], host="no-such-host.invalid"))
     monkeypatch.setattr("urllib.request.getproxies", dict)
     (finding,) = findings.training_data(DataConfig(dir=str(tmp_path), offline=offline))
     assert (finding.level, finding.topic) == (level, "data")

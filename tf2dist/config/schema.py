@@ -244,13 +244,14 @@ class DataConfig:
     dir: str | None = option(
         None,
         IS_FOLDER_NAME,
-        help="where tensorflow-datasets keeps the data; null: TFDS_DATA_DIR or ~/tensorflow_datasets",
+        help="where tensorflow-datasets keeps the data, or the idx files of fashion_mnist; null: TFDS_DATA_DIR or "
+        "~/tensorflow_datasets",
         is_text=True,
     )
     offline: str = option(
         "fallback",
         one_of("fallback", "fail"),
-        help="if the data cannot be had: fallback (train on digits) or fail (always on many hosts)",
+        help="if mnist cannot be had: fallback (train on digits) or fail (always on many hosts and with other data)",
     )
     num_validation: int = option(
         0, at_least(0), help="how many of the first training examples are held out for validation", scope="job"

@@ -16,8 +16,10 @@ import gzip
 import numpy as np
 
 from tf2dist.config.schema import DataConfig
+from tf2dist.data import image_files
 from tf2dist.data.arrays import Arrays
-from tf2dist.data.location import digits_file, mnist_dir, mnist_files
+from tf2dist.data.known import IMAGES
+from tf2dist.data.location import digits_file
 from tf2dist.data.mnist import decoded
 from tf2dist.data.splits import MadeUpSplits, NoiselessLabels, Splits, checked
 from tf2dist.errors import DataError, kind_of
@@ -102,16 +104,19 @@ def load(config: DataConfig) -> Splits:
     return splits
 
 
-@register_data("mnist")
-def load_mnist(config: DataConfig) -> Splits:
-    """MNIST as prepared by tensorflow-datasets; its first training examples become the validation set."""
+def load_images(config: DataConfig) -> Splits:
+    """A data set of images that lies in files; its first training examples become the validation set."""
     # Nothing is downloaded here: the launching process has done that, before any task has started.
-    files = mnist_files(mnist_dir(config))
-    if files is None:
-        raise DataError(f"data (mnist): not in {mnist_dir(config)} on this host; set TFDS_DATA_DIR or data.dir")
-    train, test = map(decoded, files)
+    if not (found := image_files.find(config)):
+        folder = image_files.tfds_dir(config)
+        raise DataError(f"data ({config.name}): not in {folder} on this host; set TFDS_DATA_DIR or data.dir")
+    train, test = (decoded(config.name, files) for files in (found.train, found.test))
     n = config.num_validation
     return Splits(train[n:], train[:n], test)
+
+
+for _name in IMAGES:
+    register_data(_name)(load_images)
 
 
 @register_data("digits")

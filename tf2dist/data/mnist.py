@@ -1,4 +1,4 @@
-"""Reads MNIST from the TFRecord files of tensorflow-datasets, and caches the decoded arrays for later runs."""
+"""Reads images from TFRecord files of tensorflow-datasets or idx files, and caches the arrays for later runs."""
 
 import contextlib
 import hashlib
@@ -9,31 +9,35 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data import location
+from tf2dist.data import idx, image_files
 from tf2dist.data.arrays import Arrays
+from tf2dist.data.image_files import Files
 from tf2dist.data.pipeline import NO_AUTOGRAPH
-from tf2dist.errors import first_line
+from tf2dist.errors import DataError, first_line
 from tf2dist.files import expand
 from tf2dist.tf_constants import NODES
 
 ARRAYS = ("images.npy", "labels.npy")  # in a folder of the cache
 
 
-def decoded(path: Path) -> Arrays:
-    """The images and labels of a TFRecord file: decoded once for each user, then mapped from a cache.
+def decoded(name: str, files: Files) -> Arrays:
+    """The images and labels of a split: decoded once for each user, then mapped from a cache.
+
+    Args:
+        name: of the data set, for messages.
 
     Decoding 60,000 PNG images would take a second in every worker. Without a cache that can be written, it does.
     """
     try:
-        folder = _cache_folder(path)
+        folder = _cache_folder(files)
     except OSError as error:
-        raise location.damaged(path, f"cannot be read: {error.strerror}") from None
+        raise DataError(f"data ({name}): {error.filename} cannot be read: {error.strerror}; put it back") from None
     if folder is None:
-        return _decode(path)
+        return _decode(name, files)
     with contextlib.suppress(OSError, ValueError, EOFError):  # missing or incomplete
         return _mapped(folder)
     is_broken = os.path.exists(folder)
-    arrays = _decode(path)
+    arrays = _decode(name, files)
     # Complete in a folder beside it, then renamed: other tasks see all of the arrays or none. A full disk is no error.
     with contextlib.suppress(OSError, ValueError, EOFError):
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,19 +59,19 @@ def decoded(path: Path) -> Arrays:
     return arrays
 
 
-def _cache_folder(source: Path) -> Path | None:
-    """The folder for the decoded arrays of a file, which each user has for himself; None without a home directory.
+def _cache_folder(files: Files) -> Path | None:
+    """The folder for the decoded arrays of a split, which each user has for himself; None without a home directory.
 
     Raises:
-        OSError: the file does not exist, or may not be read.
+        OSError: a file does not exist, or may not be read.
     """
     root = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if root is None:
         return None
     # A file that was replaced gets another folder; hashing its content would take longer than the cache saves.
-    status = source.stat()
-    key = hashlib.sha256(f"{source.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
-    return root / "tf2dist" / f"{source.name.split('.')[0]}-{key}"
+    each = [f"{file.resolve()} {status.st_size} {status.st_mtime_ns}" for file in files for status in [file.stat()]]
+    key = hashlib.sha256("\n".join(each).encode()).hexdigest()[:16]
+    return root / "tf2dist" / f"{files[0].name.split('.')[0]}-{key}"
 
 
 def _mapped(folder: Path) -> Arrays:
@@ -80,16 +84,23 @@ def _mapped(folder: Path) -> Arrays:
     return Arrays(*(np.load(folder / name, mmap_mode="r") for name in ARRAYS))
 
 
-def _decode(path: Path) -> Arrays:
-    """The images and labels of a TFRecord file of tensorflow-datasets."""
-    expected = location.num_examples(path)
+def _decode(name: str, files: Files) -> Arrays:
+    """The images and labels of a TFRecord file of tensorflow-datasets, or of two idx files."""
+    if len(files) == 1:
+        return _decode_checked(*files)
+    (shape, pixels), (_, labels) = idx.read(name, files[0], 3), idx.read(name, files[1], 1)
+    return Arrays(np.frombuffer(pixels, np.uint8).reshape(*shape, 1), np.frombuffer(labels, np.uint8))
+
+
+def _decode_checked(path: Path) -> Arrays:
+    expected = image_files.num_examples(path)
     try:
         arrays = _decode_records(path)
     except tf.errors.OpError as error:
         reason = NODES.sub("", first_line(str(error)))
-        raise location.damaged(path, f"is damaged ({type(error).__name__}: {reason[:100]})") from None
+        raise image_files.damaged(path, f"is damaged ({type(error).__name__}: {reason[:100]})") from None
     if len(arrays) != expected:
-        raise location.damaged(path, f"has {len(arrays):,} of {expected:,} examples")
+        raise image_files.damaged(path, f"has {len(arrays):,} of {expected:,} examples")
     return arrays
 
 

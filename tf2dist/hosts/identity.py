@@ -15,7 +15,8 @@ from typing import Any
 from tf2dist import __version__
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import OPTIONS, RunConfig
-from tf2dist.data import location
+from tf2dist.data import image_files, location
+from tf2dist.data.known import IMAGES
 from tf2dist.errors import ClusterError
 from tf2dist.files import open_to_read, raising
 from tf2dist.hosts.protocol import Difference, Identity, Jobs
@@ -82,9 +83,9 @@ def _sha256(path: str) -> str:
 
 def _data(config: RunConfig) -> dict[str, int]:
     """Sizes of the data files in bytes by name: cheap to read, and another version or a partial copy differs."""
-    if config.data.name == "mnist":
-        folder = location.mnist_dir(config.data)
-        return {str(file.relative_to(folder)): file.stat().st_size for file in location.mnist_files(folder) or ()}
+    if config.data.name in IMAGES:
+        found = image_files.find(config.data)
+        return found.sizes() if found else {}
     if config.data.name == "digits":
         file = location.digits_file()
         return {file.name: file.stat().st_size} if file.is_file() else {}

@@ -21,7 +21,8 @@ from packaging.specifiers import SpecifierSet
 from tf2dist import linux
 from tf2dist.cluster.addresses import ips_of
 from tf2dist.config.schema import DataConfig, RunConfig
-from tf2dist.data import location
+from tf2dist.data import image_files, location
+from tf2dist.data.known import IMAGES, ImageFiles
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import is_path
 from tf2dist.linux import child_environment, code_command, import_limit
@@ -118,34 +119,32 @@ def training_data(config: DataConfig) -> Iterator[Finding]:
         yield Finding("ok", "data", "digits comes with scikit-learn")
     elif config.name in location.MADE_UP:
         yield Finding("ok", "data", f"{config.name} is made up by each task")
-    elif config.name != "mnist":
+    elif config.name not in IMAGES:
         # The function of a plugin may download, or take minutes.
         yield Finding("ok", "data", f"{config.name} comes from a plugin; its function is not called here")
     else:
-        yield from _mnist(config, level)
+        yield from _images(config, IMAGES[config.name], level)
 
 
-def _mnist(config: DataConfig, level: str) -> Iterator[Finding]:
+def _images(config: DataConfig, images: ImageFiles, level: str) -> Iterator[Finding]:
     try:
-        folder = location.mnist_dir(config)
+        if found := image_files.find(config):
+            for files in (found.train, found.test):
+                image_files.check(config.name, files)
+            yield Finding("ok", "data", f"{images.title} is in {found.folder}")
+            return
+        folder = image_files.tfds_dir(config)
     except DataError as error:
-        yield Finding(level, "data", *str(error).rsplit("; ", 1))
+        yield Finding("fail" if found else level, "data", *str(error).rsplit("; ", 1))
         return
-    if files := location.mnist_files(folder):
-        try:
-            for file in files:
-                location.check_mnist(file)
-            yield Finding("ok", "data", f"MNIST is in {folder}")
-        except DataError as error:
-            yield Finding("fail", "data", *str(error).rsplit("; ", 1))
-    elif any(folder.glob("mnist/3.*")):
-        yield Finding(level, "data", f"MNIST in {folder} is incomplete", f"remove {folder / 'mnist'}")
+    if any(folder.glob(f"{config.name}/3.*")):
+        yield Finding(level, "data", f"{images.title} in {folder} is incomplete", f"remove {folder / config.name}")
     # With a proxy it is the proxy that looks up the name, and this host need not know it.
-    elif set(urllib.request.getproxies()) - {"no"} or ips_of(location.MNIST_HOST):
-        yield Finding("ok", "data", f"MNIST is not in {folder} yet; the run downloads it from {location.MNIST_HOST}")
+    elif set(urllib.request.getproxies()) - {"no"} or ips_of(images.host):
+        yield Finding("ok", "data", f"{images.title} is not in {folder} yet; the run downloads it from {images.host}")
     else:
-        text = f"MNIST is not in {folder}, and the name {location.MNIST_HOST} cannot be resolved here"
-        yield Finding(level, "data", text, "set TFDS_DATA_DIR to where it is, or give data=digits")
+        text = f"{images.title} is not in {folder}, and the name {images.host} cannot be resolved here"
+        yield Finding(level, "data", text, images.way_out)
 
 
 def isolation() -> Iterator[Finding]:
