@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist import linux, registry
@@ -129,11 +130,16 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
         loop = LOOPS[config.mode](context, start, on_progress, strategy)
         reporter.follow(loop)
 
+        def final_arrays() -> dict[str, np.ndarray]:
+            # What was just saved is not fetched again.
+            saved = None if loop.is_finalized else saver.saved_arrays(loop.progress.global_step)
+            return saved or loop.arrays()
+
         def write_finished_model() -> None:
             if task == cluster.leader:
                 fresh = functools.partial(plain_model, source, splits, config.seed, loop.new_optimizer)
                 num_updates = loop.earlier_updates + loop.progress.global_step
-                write_model(run_dir, loop.model, loop.optimizer, loop.arrays, num_updates, fresh, to_launcher.warn)
+                write_model(run_dir, loop.model, loop.optimizer, final_arrays, num_updates, fresh, to_launcher.warn)
                 heartbeat.progress()
 
         hooks = context.hooks if task == cluster.leader else NoHooks()

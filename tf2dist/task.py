@@ -68,7 +68,8 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         hooks: Hooks = NoHooks()
         if payload["job"]:
             job = Path(payload["job"])
-            source, hooks = ShippedSource(job), LauncherHooks(to_launcher, mail, job)
+            source = ShippedSource(job)
+            hooks = LauncherHooks(to_launcher, mail, job, source.calls_with_weights)
         predicts = isinstance(source, ShippedSource) and not source.plan
         started_at, run = payload["started_at"], predict_ranges if predicts else run_task
         run(TaskContext(run_config, cluster, task, source, run_dir, to_launcher, started_at, hooks))

@@ -16,7 +16,7 @@ import pytest
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError, TrainingError
-from tf2dist.fitting import callbacks, shipping
+from tf2dist.fitting import readers, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.session import FitSession
@@ -54,7 +54,7 @@ class Leader:
             self.inbox.pause_wanted.set()
 
     def call(self, kind: str, epoch: int, step: int, rates: tuple[float, ...] = (0.5,), **logs: Any) -> CallbackEffects:
-        self.hooks.post(kind, epoch, step, logs, rates, lambda: self.arrays, self.state)
+        self.hooks.post(kind, epoch, step, logs, rates, lambda _: self.arrays, self.state)
         change = self.hooks.answer(30.0)
         assert change is not None
         return change
@@ -103,7 +103,7 @@ class Counts(keras.callbacks.Callback):  # type: ignore[misc]
 def test_changes_that_come_too_late_for_the_cluster_are_refused(callback: Any, words: str, tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         leader.call("begin", 0, 0)
-        leader.hooks.post("epoch", 0, 10, {"loss": 1.0, "val_loss": 1.0}, (0.5,), lambda: leader.arrays, {})
+        leader.hooks.post("epoch", 0, 10, {"loss": 1.0, "val_loss": 1.0}, (0.5,), lambda _: leader.arrays, {})
         assert leader.hooks.answer(1.0) is None, "the change was not refused by the caller"
 
     with pytest.raises(FitError, match=words):
@@ -248,7 +248,7 @@ def test_waiting_for_an_answer_has_a_time_limit(tmp_path: Path) -> None:
 def test_a_model_with_other_variables_is_refused(tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         leader.arrays["model/other/kernel"] = np.zeros(1, np.float32)
-        leader.hooks.post("begin", 0, 0, {}, (0.5,), lambda: leader.arrays, {})
+        leader.hooks.post("begin", 0, 0, {}, (0.5,), lambda _: leader.arrays, {})
 
     with pytest.raises(TrainingError, match="the tasks have model/other/kernel, and the model in this process has not"):
         Leader(tmp_path, []).run(script)
@@ -273,7 +273,7 @@ def test_hooks_are_called_in_the_order_of_keras(
     update_freq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Progress is also told before the first step, and again after an epoch, its validation and the whole run."""
-    monkeypatch.setattr(callbacks, "READ_ONLY", (*callbacks.READ_ONLY, Order))
+    monkeypatch.setattr(readers, "WITHOUT_WEIGHTS", (*readers.WITHOUT_WEIGHTS, Order))
     ours, theirs = Order(), Order()
 
     def script(leader: Leader) -> None:
@@ -302,7 +302,7 @@ def test_the_history_has_all_metrics_of_a_loss_that_is_not_finite(tmp_path: Path
     def script(leader: Leader) -> None:
         leader.call("begin", 0, 0)
         logs = {"loss": float("inf"), "accuracy": 0.25, "val_loss": float("nan")}
-        leader.hooks.post("not finite", 0, 3, logs, (), dict, {})
+        leader.hooks.post("not finite", 0, 3, logs, (), lambda _: {}, {})
 
     order = Order()
     leader = Leader(tmp_path, [order, keras.callbacks.TerminateOnNaN()])

@@ -304,7 +304,7 @@ def verify(path: Path) -> dict[str, Any]:
 def read(path: Path) -> Snapshot:
     """Reads and checks one checkpoint; its large arrays are mapped from the file."""
     manifest = verify(path)
-    facts, arrays = _facts(manifest), _read_arrays(path / ARRAYS)
+    facts, arrays = _facts(manifest), read_arrays(path / ARRAYS)
     if arrays.keys() != set(manifest.get("arrays", [])):
         raise ValueError(f"{ARRAYS} does not hold the arrays of the manifest")
     for name, array in arrays.items():
@@ -315,7 +315,8 @@ def read(path: Path) -> Snapshot:
     return Snapshot(manifest["step"], arrays, facts)
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file of numpy by name; large ones are mapped from it, and pickled ones are refused."""
     with np.load(path, allow_pickle=False) as archive:
         entries = {info.filename.removesuffix(".npy"): info for info in archive.zip.infolist()}
         arrays = {name: _mapped(path, entries[name]) for name in archive.files}

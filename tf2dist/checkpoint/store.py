@@ -18,7 +18,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tf2dist.checkpoint.snapshot import Frozen, Snapshot, flush, folder_name, read, verify, write
+import numpy as np
+
+from tf2dist.checkpoint.snapshot import (
+    ARRAYS,
+    Frozen,
+    Snapshot,
+    flush,
+    folder_name,
+    read,
+    read_arrays,
+    verify,
+    write,
+)
 from tf2dist.errors import CheckpointError, brief_reason
 from tf2dist.files import raising
 from tf2dist.messages import Saved, ToLauncher
@@ -48,15 +60,19 @@ class Checkpoints:
         paths = [path for path in self.folder.iterdir() if re.fullmatch(r"step-[0-9]{10,}", path.name)]
         return sorted(paths, key=step_of)
 
-    def save(self, snapshot: Snapshot, notify_removed: Notify | None = None) -> Path:
+    def path_of(self, step: int) -> Path:
+        return self.folder / folder_name(step)
+
+    def save(self, snapshot: Snapshot, notify_removed: Notify | None = None, replaces: bool = False) -> Path:
         """Writes a checkpoint, and then removes the oldest ones beyond `keep`.
 
         Args:
+            replaces: whether another one of this step is not the same.
             notify_removed: if given, older checkpoints except for the newest whole one are removed when the disk
                 is full, and it takes a line about each.
         """
-        path = self.folder / folder_name(snapshot.step)
-        if self._is_whole(path):  # a run that had already reached its end was started again
+        path = self.path_of(snapshot.step)
+        if not replaces and self._is_whole(path):  # a run that had already reached its end was started again
             return path
         self.make_room(lambda: self._write(path, snapshot), notify_removed)
         self._verified[path] = True
@@ -82,7 +98,8 @@ class Checkpoints:
         try:
             part.mkdir(mode=0o700)
             write(part, snapshot)
-            if os.path.lexists(path):  # it is damaged, so the run went back and has come to this step again
+            # Another one is damaged, and the run went back and has come to this step again, or it is to be replaced.
+            if os.path.lexists(path):
                 self._remove(path)
             # The rename is atomic, and comes after the files are on the disk: nobody ever sees a part of them.
             part.rename(path)
@@ -192,15 +209,20 @@ class NoSaver:
         """Whether it is time to save."""
         return False
 
-    def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False, replaces: bool = False) -> None:
         """Saves what `freeze` returns; a failure is a warning.
 
         Args:
             stopping: whether the run is being stopped; then, on a full disk, older checkpoints are removed.
+            replaces: whether what is saved of this step is not the same.
         """
 
     def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         """Tries again if `step` could not be saved; on a full disk older checkpoints are removed."""
+
+    def saved_arrays(self, step: int) -> dict[str, np.ndarray] | None:
+        """The arrays that were saved at a step, large ones mapped from their file; None if they were not."""
+        return None
 
     def wait(self) -> None:
         """Waits until what was to be saved has been written, or could not be."""
@@ -242,19 +264,19 @@ class Saver(NoSaver):
     def due(self) -> bool:
         return self._clock() >= self._due_at and (self._writing is None or self._writing.done())
 
-    def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False, replaces: bool = False) -> None:
         self.wait()
         # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
         frozen = self._frozen(freeze, self._to_launcher.warn if stopping else None)
         if frozen and stopping:
-            self._write(frozen, stopping, self._to_launcher.warn)
+            self._write(frozen, stopping, self._to_launcher.warn, replaces)
         elif frozen:
-            self._writing = self._thread.submit(self._write, frozen, stopping, None)
+            self._writing = self._thread.submit(self._write, frozen, stopping, None, replaces)
 
     def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         self.wait()
         if self.saved_step != step and (frozen := self._frozen(freeze, self._to_launcher.warn)):
-            self._write(frozen, False, self._to_launcher.warn)
+            self._write(frozen, False, self._to_launcher.warn, False)
 
     def _frozen(self, freeze: Callable[[], Frozen], notify_removed: Notify | None) -> Frozen | None:
         """The result of `freeze`, or None: large tables are frozen in files, for which there may be no room."""
@@ -266,15 +288,19 @@ class Saver(NoSaver):
             self._failed("the run", error)
             return None
 
+    def saved_arrays(self, step: int) -> dict[str, np.ndarray] | None:
+        self.wait()
+        return read_arrays(self._checkpoints.path_of(step) / ARRAYS) if self.saved_step == step else None
+
     def wait(self) -> None:
         if self._writing:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, frozen: Frozen, stopping: bool, notify_removed: Notify | None) -> None:
+    def _write(self, frozen: Frozen, stopping: bool, notify_removed: Notify | None, replaces: bool) -> None:
         snapshot = frozen()
         try:
-            self._checkpoints.save(snapshot, notify_removed)
+            self._checkpoints.save(snapshot, notify_removed, replaces)
         except OSError as error:
             self._failed(f"step {snapshot.step}", error)
         else:

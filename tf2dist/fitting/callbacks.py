@@ -21,6 +21,7 @@ import numpy as np
 
 from tf2dist.errors import CheckpointError, FitError, first_line
 from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.readers import BATCH_HOOKS, calls_with_weights, has_hook
 from tf2dist.fitting.refusals import is_own_hook
 from tf2dist.model.own_step import has_own_step
 from tf2dist.model.source import EpochPlan
@@ -187,15 +188,6 @@ def _decoded(value: Any, arrays: NamedArrays) -> Any:
     return decoded if kind == "list" else tuple(decoded)
 
 
-BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-# Keras's own callbacks that neither read the weights after a batch nor change anything: the cluster need not pause.
-READ_ONLY = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.History,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.TerminateOnNaN,
-)
 HISTORY = (keras.callbacks.History, keras.callbacks.ProgbarLogger)  # of every call
 Logs = Mapping[str, Any]
 
@@ -228,10 +220,8 @@ class Callbacks:
             model=mirror.model,
         )
         self.history: keras.callbacks.History = mirror.model.history
-        self.has_batch_hooks = any(map(_has_batch_hook, self._list.callbacks))
-        self.needs_pauses = any(
-            _has_batch_hook(callback) and not _is_read_only(callback) for callback in self._list.callbacks
-        )
+        self.has_batch_hooks = any(has_hook(callback, BATCH_HOOKS) for callback in self._list.callbacks)
+        self.needs_pauses = "pause" in calls_with_weights(self._list.callbacks)
         self.is_over = False
         # The state of the callbacks after `on_train_begin`: what differs from it later goes into checkpoints, and a
         # run whose tasks all start again begins from it.
@@ -394,24 +384,10 @@ class Callbacks:
         return CallbackEffects(stop, learning_rates=rates, arrays=arrays, state=state)
 
 
-def _has_batch_hook(callback: keras.callbacks.Callback) -> bool:
-    # `LambdaCallback` sets its hooks as attributes of the object, which the class does not show.
-    return any(
-        name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name)
-        for name in BATCH_HOOKS
-    )
-
-
 def _wants_batches(callback: keras.callbacks.Callback) -> bool:
     """Whether what a callback does depends on how often its batch hooks are called."""
     if type(callback) is keras.callbacks.TensorBoard:
         return bool(callback.update_freq != "epoch")
-    return _has_batch_hook(callback) and not _is_read_only(callback)
-
-
-def _is_read_only(callback: keras.callbacks.Callback) -> bool:
-    """Whether its batch hooks leave the weights alone; a subclass of the user's may do anything."""
-    # With a number of batches for `save_freq` it saves the weights in its batch hooks.
-    if type(callback) is keras.callbacks.ModelCheckpoint:
-        return bool(callback.save_freq == "epoch")
-    return type(callback) in READ_ONLY
+    if type(callback) is keras.callbacks.LambdaCallback:
+        return has_hook(callback, BATCH_HOOKS)
+    return "pause" in calls_with_weights([callback])

@@ -2,14 +2,17 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import keras
 
+from tf2dist.checkpoint.snapshot import VARIABLES, Snapshot
+from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.spec import Place
 from tf2dist.config.schema import RunConfig
@@ -32,6 +35,7 @@ from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.readers import calls_with_weights
 from tf2dist.fitting.request import (
     FitArguments,
     Model,
@@ -47,9 +51,11 @@ from tf2dist.linux import process_wide
 from tf2dist.messages import metrics_text
 from tf2dist.model.own_step import has_own_step
 from tf2dist.model.source import EpochPlan, copies_of
+from tf2dist.process.tables_in_files import Tables
 from tf2dist.registry import ARRAYS_OF_FIT, STREAM_OF_FIT
 from tf2dist.signals import StopRequest
 from tf2dist.tools.end_of_run import draw_training
+from tf2dist.training.finished_model import lack_of_memory
 from tf2dist.training.setup import sharding_of
 
 
@@ -97,7 +103,7 @@ class Result:
     history: History
     summary: dict[str, Any]
     run_dir: Path
-    _model: keras.Model | None
+    _model: keras.Model | Callable[[], keras.Model] | None
     _where: str = ""
 
     def __repr__(self) -> str:
@@ -111,14 +117,18 @@ class Result:
     def model(self) -> keras.Model:
         """The compiled model with the final weights.
 
+        One with large tables of embeddings that was made by a function is read from `run_dir` when it is asked for.
+
         Raises:
-            TfDistError: it is on another host, which the message names.
+            TfDistError: it is on another host, which the message names, or `run_dir` does not have it any more.
         """
         # Only the leader's process has a mirror of the model. An error here, rather than in `fit`, lets the same script
         # run to its end on every host.
         if self._model is None:
             raise TfDistError(f"the model is not on this host: {self._where}; tf2dist.load_model reads it there")
-        return self._model
+        if not isinstance(self._model, keras.Model):
+            object.__setattr__(self, "_model", self._model())
+        return cast("keras.Model", self._model)
 
 
 FolderAndSummary = tuple[Path, dict[str, Any]]  # the run directory and the summary
@@ -168,37 +178,77 @@ class FitRun:
             check_share(len(self.splits.train), self.num_workers)
         # Before the model exists: its variables make TensorFlow take the GPUs.
         leave_gpus_to_tasks()
-        model = local_model(self.arguments.model, self.splits.layout)
-        name = name_of(self.arguments.model)
+        with private_folder() as job:
+            return self._run_in(job)
+
+    def _run_in(self, job: Path) -> Result:
+        given, name = self.arguments.model, name_of(self.arguments.model)
+        calls, tables = calls_with_weights(self.arguments.callbacks), Tables(job / shipping.TABLES)
+        # A model that is given is trained in place, and one that callbacks look at has all of its weights.
+        is_whole = isinstance(given, keras.Model) or bool(calls)
+        with nullcontext() if is_whole else tables.left_empty():
+            model = local_model(given, self.splits.layout)
+        if not tables.num_made:
+            calls.add("end")  # for the result
         refusals.check_model(name, model, self.config.mode)
         set_model_options(self.config, model, name, STREAM_OF_FIT if self.splits.stream else ARRAYS_OF_FIT)
         # The tasks copy the optimizer. After the options, since with a policy that is refused there Keras has wrapped
         # it in one that scales the loss.
         if not has_own_step(model):
             copies_of(model.optimizer, model.trainable_variables, name)
-        with private_folder() as job:
-            copy = shipping.ship(job, self.arguments.model, name, self.splits, self.plan)
-            if self.place.leads:
-                return self._lead(model, copy, job)
-            return self._follow(job)
-
-    def _lead(self, model: keras.Model, copy: keras.Model | None, job: Path) -> Result:
-        steps = None if self._ends_with_data else self.plan.steps_per_epoch or self._steps_per_pass()
         # A compiled model keeps the names that it was made with in this process; its copy has those of the tasks.
+        copy = shipping.ship(job, given, name, self.splits, self.plan, calls_with_weights=calls)
+        if not self.place.leads:
+            return self._follow(job)
         mirror_of_own = Mirror(model, copy, self.splits.layout)
-        refusals.check_memory(name_of(self.arguments.model), [*model.variables, *mirror_of_own.optimizer.variables])
+        del copy  # it has the memory of a second model
+        variables = [*model.variables, *mirror_of_own.optimizer.variables]
+        refusals.check_memory(name, [variable for variable in variables if not tables.has(variable)])
+        return self._lead(mirror_of_own, tables.num_made > 0, job)
+
+    def _lead(self, mirror_of_own: Mirror, has_empty_tables: bool, job: Path) -> Result:
+        steps = None if self._ends_with_data else self.plan.steps_per_epoch or self._steps_per_pass()
         callbacks = Callbacks(self.arguments.callbacks, mirror_of_own, self.plan, int(self.arguments.verbose), steps)
         if advice := callbacks.advice():
             self.console.warn(advice)
         session = self._session(job, callbacks)
-        try:
-            folder, summary = self._run_tasks(session)
-        except TaskFailure as failure:
-            folder, summary = self._terminated(failure)
-            # The mirror has the weights of the last call of the hooks.
-            callbacks.end_not_finite(session.step)
+        with self._left_as_saved(mirror_of_own):
+            try:
+                folder, summary = self._run_tasks(session)
+            except TaskFailure as failure:
+                folder, summary = self._terminated(failure)
+                # The mirror has the weights of the last call of the hooks.
+                callbacks.end_not_finite(session.step)
         callbacks.end()
-        return Result(History(callbacks.history.history), summary, folder, model)
+        model = partial(self._finished_model, mirror_of_own, folder, session.step)
+        history = History(callbacks.history.history)
+        return Result(history, summary, folder, model if has_empty_tables else mirror_of_own.model)
+
+    @contextmanager
+    def _left_as_saved(self, mirror_of_own: Mirror) -> Iterator[None]:
+        """Gives a model the weights with which the run was saved last, if a stop or an error ends it."""
+        try:
+            yield
+        except BaseException:
+            # Nobody gets a model that was made here. Before the first call the checkpoints may be of another one.
+            if isinstance(self.arguments.model, keras.Model) and mirror_of_own.step is not None:
+                with suppress(TfDistError, OSError):
+                    snapshot = _newest_checkpoint(Path(self.config.run_dir or ""))
+                    if snapshot and snapshot.step > mirror_of_own.step:
+                        mirror_of_own.put_saved(snapshot)
+            raise
+
+    def _finished_model(self, mirror_of_own: Mirror, folder: Path, step: int) -> keras.Model:
+        """The model of a function with its large tables, which this process has not had so far."""
+        snapshot = _newest_checkpoint(folder)
+        if snapshot is None or snapshot.step != step:
+            raise CheckpointError(f"run_dir ({folder}): has no checkpoint of step {step}, from which the model is read")
+        arrays = [array.nbytes for name, array in snapshot.arrays.items() if name.startswith(VARIABLES)]
+        if lack := lack_of_memory(arrays):
+            raise TfDistError(f"the model {lack}; tf2dist.predict reads its tables by row")
+        model = local_model(self.arguments.model, self.splits.layout)
+        mirror_of_own.give_state(model, snapshot)
+        return model
 
     @property
     def _ends_with_data(self) -> bool:
@@ -249,6 +299,10 @@ class FitRun:
             return folder, summary
         finally:
             draw_training(self.config, self.place, self.console)
+
+
+def _newest_checkpoint(run_dir: Path) -> Snapshot | None:
+    return Checkpoints(run_dir / "checkpoints").newest(lambda _: None)
 
 
 def run_tasks(

@@ -6,10 +6,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
 from tf2dist.model.compiled_step import CompiledStep
+from tf2dist.model.features import finalizes
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
@@ -39,12 +41,14 @@ class Mirror:
 
     Attributes:
         optimizer: of all trained variables.
+        step: at which the weights were those of the model; -1 before they came, and None before any call.
     """
 
     def __init__(
         self, model: keras.Model, worker_model: keras.Model | None = None, layout: Layout | None = None
     ) -> None:
         self.model, self._layout = model, layout
+        self.step: int | None = None
         self._outside: dict[str, keras.Variable] = {}
         self._outside_values: NamedArrays = {}
         self.optimizer, self._per_step = _optimizer_of(model, layout)
@@ -61,14 +65,20 @@ class Mirror:
         self._counts_steps = not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
         self._cluster_rates: tuple[float, ...] = ()
         self._of_schedule = _read_by_schedule(self.optimizer)
-        self._schedule_values = [_value(variable) for variable in self._of_schedule]
+        self._schedule_values = [np.array(_value(variable)) for variable in self._of_schedule]
         self._settings = self._settings_now()
 
     def put(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> None:
-        """Copies the variables of the cluster at a step into the model."""
+        """Copies the variables of the cluster at a step into the model.
+
+        Args:
+            arrays: all, or none but those that are not the model's if no callback looks at it before the next call.
+        """
         if self._layout and not self._outside and any(name.startswith(OUTSIDE) for name in arrays):
             shapes = {name: array.shape for name, array in arrays.items() if name.startswith(OUTSIDE)}
             self._find_outside(self._layout, shapes)
+        has_weights = any(name.startswith("model/") for name in arrays)
+        self.step = step if has_weights else -1 if self.step is None else self.step
         for name, array in arrays.items():
             variable = self._named.get(name, self._generators.get(name))
             if variable is None:
@@ -81,10 +91,29 @@ class Mirror:
         for counter, times in zip(self._counters, self._per_step, strict=True):
             counter.assign(times * self._cluster_count)
         set_learning_rates(self.optimizer, learning_rates)
-        # Read back from the model: its variables may round a number, such as the rate to float32, and that must not
-        # look like a change by a callback.
-        self._cluster_arrays = self._values()
+        # What is mapped from a file is kept as it came, for which no memory is taken. The rest is read back.
+        self._cluster_arrays = {
+            name: array if isinstance(array, np.memmap) else np.array(_value(self._named[name]))
+            for name, array in arrays.items()
+            if name in self._named
+        }
+        # Read back from the model: its variables may round a rate, and that must not look like a change by a callback.
         self._cluster_rates = self._learning_rates()
+
+    def put_saved(self, snapshot: Snapshot) -> None:
+        """Copies the variables of a checkpoint into the model."""
+        arrays = {name: array for name, array in snapshot.arrays.items() if name in self._named}
+        self.put(arrays, self._learning_rates(), snapshot.step)
+
+    def give_state(self, model: keras.Model, snapshot: Snapshot) -> None:
+        """Gives a model like this one the variables of the last checkpoint, and what else makes it the finished one."""
+        other = Mirror(model, None, self._layout)
+        set_learning_rates(other.optimizer, self._learning_rates())
+        other.put_saved(snapshot)
+        for name, generator in self._generators.items():
+            other._generators[name].assign(_value(generator))
+        if finalizes(other.optimizer):  # a run goes on from the weights before that
+            other.optimizer.finalize_variable_values(model.trainable_variables)
 
     def restore_outside(self) -> None:
         """Gives the variables that are not the model's what they held in this process before the training."""
@@ -102,7 +131,7 @@ class Mirror:
                 f"model: its steps read {len(in_tasks)} variables in the tasks that are not its own, and other ones in "
                 f"this process ({paths}); make them its own, as with model.beta = beta, in a function that builds it"
             )
-        self._outside_values = {name: _value(variable) for name, variable in self._outside.items()}
+        self._outside_values = {name: np.array(_value(variable)) for name, variable in self._outside.items()}
         self._named |= self._outside
 
     def changes(self) -> tuple[NamedArrays, tuple[float, ...]]:
@@ -131,8 +160,8 @@ class Mirror:
         # differ from itself and be sent back after every call.
         changes = {
             name: array
-            for name, variable in self._named.items()
-            if not np.array_equal(array := _value(variable), self._cluster_arrays[name], equal_nan=True)
+            for name, of_cluster in self._cluster_arrays.items()
+            if not np.array_equal(array := _value(self._named[name]), of_cluster, equal_nan=True)
         }
         rates = self._learning_rates()
         return changes, rates if rates != self._cluster_rates else ()
@@ -159,9 +188,6 @@ class Mirror:
             plain = {name: value for name in names if isinstance(value := getattr(one, name), PLAIN)}
             settings |= {(id(one), f"{type(one).__name__}.{name}"): value for name, value in plain.items()}
         return settings | {(id(one), f"{type(one).__name__}.learning_rate"): learning_rate_of(one) for one in inner}
-
-    def _values(self) -> NamedArrays:
-        return {name: _value(variable) for name, variable in self._named.items()}
 
     def _learning_rates(self) -> tuple[float, ...]:
         """The learning rate of each inner optimizer; 0 for a schedule, which callbacks cannot change."""
@@ -218,8 +244,12 @@ def _named(mirror: Mirror, worker_model: keras.Model, layout: Layout | None) -> 
 
 
 def _value(variable: keras.Variable) -> np.ndarray:
-    """The value as checkpoints hold it: numpy's files do not know bfloat16, and float32 holds it exactly."""
-    array = np.array(keras.ops.convert_to_numpy(variable))
+    """The value as checkpoints hold it: numpy's files do not know bfloat16, and float32 holds it exactly.
+
+    The array may be the memory of the variable, and is to be read at once: neither `numpy()` nor a tensor of Keras,
+    which are copies.
+    """
+    array = np.asarray(tf.convert_to_tensor(variable))
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)
 
 

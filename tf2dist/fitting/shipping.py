@@ -20,7 +20,7 @@ import json
 import os
 import stat
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,13 @@ def check_caller(call: str) -> None:
 
 
 def ship(
-    folder: Path, model: Any, name: str, splits: Splits, plan: EpochPlan | None, tables: Tables | None = None
+    folder: Path,
+    model: Any,
+    name: str,
+    splits: Splits,
+    plan: EpochPlan | None,
+    tables: Tables | None = None,
+    calls_with_weights: Collection[str] = (),
 ) -> keras.Model | None:
     """Writes the files of one job; returns a copy of a model that is given, as the tasks make it.
 
@@ -68,6 +74,7 @@ def ship(
         model: a model, compiled if it is to be trained, or a function without arguments that returns one.
         plan: None for a prediction.
         tables: for a prediction, in the folder `TABLES` of this one.
+        calls_with_weights: the kinds of calls of callbacks that need the weights; see `readers`.
     """
     copy = None
     with raising(
@@ -91,6 +98,7 @@ def ship(
             "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
             "validation_stream": _ship_stream(folder, splits.validation_stream),
             "model": sent,
+            "calls_with_weights": sorted(calls_with_weights),
         }
         # Last of all, so a job that can be read is whole.
         write_whole(folder / JOB, json.dumps(stored))
@@ -253,6 +261,7 @@ class ShippedSource:
         if plan and isinstance(freq := plan["validation_freq"], list):  # JSON has no tuples
             plan["validation_freq"] = tuple(freq)
         self.plan: EpochPlan | None = EpochPlan(**plan) if plan else None
+        self.calls_with_weights: list[str] = self._job["calls_with_weights"]
 
     def load(self) -> Splits:
         """The data: arrays mapped from files, in memory that all tasks of this host share, or streams."""

@@ -52,15 +52,26 @@ class Tables:
         A model that is made has them in files, which are filled when it is loaded. What is saved of a large table, of
         any model, is the number of its file, which only `Tables` of the same folder understand.
         """
+        with self.left_empty():
+            yield
+            for variable, _ in self._made.values():
+                self._draw_unless_filled(variable)
+
+    @contextlib.contextmanager
+    def left_empty(self) -> Iterator[None]:
+        """The same, for a model of which nobody asks what its large tables hold: they take neither memory nor time."""
         with process_wide:
             _replace_methods()
         token = _used.set(self)
         try:
             yield
-            for variable, _ in self._made.values():
-                self._draw_unless_filled(variable)
         finally:
             _used.reset(token)
+
+    @property
+    def num_made(self) -> int:
+        """How many tables were made, with those of optimizers."""
+        return len(self._made)
 
     def has(self, variable: keras.Variable) -> bool:
         return id(variable) in self._made

@@ -36,6 +36,9 @@ class Driver:
     Every task that drives the training has one, and all of them make the same calls in the same order: with mode=sync
     most of these calls wait for the other workers.
 
+    Attributes:
+        saved_at: the last step at which the run was given to be saved.
+
     Args:
         splits: the names of those that can be evaluated.
         make_length: makes the length of the run for this driver.
@@ -53,6 +56,7 @@ class Driver:
     ) -> None:
         self.loop, self.reporter, self.splits = loop, reporter, splits
         self._saver, self._write_finished_model = saver, write_finished_model
+        self.saved_at: int | None = None
         self._length = make_length(self)
 
     @property
@@ -120,9 +124,14 @@ class Driver:
     def _freeze(self) -> Frozen:
         return self.loop.freeze(self._length.arrays())
 
-    def save(self) -> None:
-        """Saves the run as it is now."""
-        self._saver.save(self._freeze)
+    def save(self, replaces: bool = False) -> None:
+        """Saves the run as it is now.
+
+        Args:
+            replaces: whether the run has changed since it was saved at the same step.
+        """
+        self._saver.save(self._freeze, replaces=replaces)
+        self.saved_at = self.loop.progress.global_step
         heartbeat.progress()
 
     def _stop_if(self, requested: PauseRequest) -> None:
@@ -363,7 +372,7 @@ class Epochs(Length):
         if self._validates():
             names = self.validation.metrics if self.validation else logs
             logs |= {f"val_{name}": math.nan for name in names}
-        self._hooks.post("not finite", self._state.position.epoch, progress.global_step, logs, (), dict, {})
+        self._hooks.post("not finite", self._state.position.epoch, progress.global_step, logs, (), lambda _: {}, {})
 
     def _tell_unread(self) -> None:
         """Tells once that the end of one worker's data has left batches of others out."""
@@ -384,8 +393,8 @@ class Epochs(Length):
         is_over = kind == "begin" and self._state.has_stopped
         epoch = self._plan.epochs if is_over else self._state.position.epoch
 
-        def arrays() -> NamedArrays:
-            return loop.arrays() | loop.random_states()
+        def arrays(with_weights: bool) -> NamedArrays:
+            return (loop.arrays() if with_weights else loop.outside_arrays()) | loop.random_states()
 
         self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
         effects = self._answer()
@@ -421,7 +430,9 @@ class Epochs(Length):
 
     def finish(self) -> None:
         # Callbacks may still set weights here, so what is evaluated, saved and written comes after.
-        self._call("end", {})
-        self._driver.save()
+        effects = self._call("end", {})
+        has_changed = bool(effects.arrays or effects.learning_rates)
+        if has_changed or self._driver.saved_at != self._loop.progress.global_step:
+            self._driver.save(replaces=has_changed)
         if self._loop.sharding.ends_with_data:
             self.num_epochs = self._state.position.epoch - self._plan.initial_epoch

@@ -9,18 +9,19 @@ import itertools
 import os
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from tf2dist.checkpoint.snapshot import pack, unpack
+from tf2dist.checkpoint.snapshot import pack, read_arrays, unpack
 from tf2dist.messages import HookAnswer, HookCall, ToLauncher
 from tf2dist.process.inbox import Inbox
 
 NamedArrays = dict[str, np.ndarray]
+CALLS = ("begin", "epoch", "pause", "end")  # the kinds of calls; see `Hooks.post`
 TELL_EVERY_SECS = 30.0  # how often the user is told that callbacks are still running
 
 
@@ -65,7 +66,7 @@ class Hooks(Protocol):
         step: int,
         logs: dict[str, float],
         learning_rates: tuple[float, ...],
-        arrays: Callable[[], NamedArrays],
+        arrays: Callable[[bool], NamedArrays],
         state: NamedArrays,
     ) -> None:
         """Calls the callbacks without waiting for them; `answer` returns what they want.
@@ -76,7 +77,8 @@ class Hooks(Protocol):
             epoch: counted from 0; for "begin" the epoch that comes.
             step: the global step.
             logs: the metrics of the epoch by name, as in Keras.
-            arrays: returns the values of all variables by name, and the states of random generators.
+            arrays: returns values by name: the states of random generators, of the variables those that are not the
+                model's, and if its argument is true all others.
             state: the state of the callbacks in the checkpoint that the run continues from; for "begin" only.
         """
 
@@ -103,10 +105,14 @@ class LauncherHooks:
 
     Args:
         folder: of the job, which that process can read and write, too.
+        with_weights: the kinds of calls in which callbacks may see or change the weights, or what optimizers keep.
     """
 
-    def __init__(self, to_launcher: ToLauncher, inbox: Inbox, folder: Path) -> None:
+    def __init__(
+        self, to_launcher: ToLauncher, inbox: Inbox, folder: Path, with_weights: Collection[str] = CALLS
+    ) -> None:
         self._to_launcher, self._inbox, self._folder = to_launcher, inbox, folder
+        self._with_weights = with_weights
         # Numbers from a clock are beyond those that this task used before a restart, to which answers may still come.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._number = 0
@@ -123,7 +129,7 @@ class LauncherHooks:
         step: int,
         logs: dict[str, Any],
         learning_rates: tuple[float, ...],
-        arrays: Callable[[], NamedArrays],
+        arrays: Callable[[bool], NamedArrays],
         state: NamedArrays,
     ) -> None:
         """Calls; see `Hooks`."""
@@ -132,7 +138,8 @@ class LauncherHooks:
         # Before the call, not after the answer: a callback that asks again meanwhile gets another pause.
         if kind == "pause":
             self._inbox.pause_wanted.clear()
-        files = self._write("arrays", arrays()), self._write("state", state if kind == "begin" else {})
+        given = arrays(kind in self._with_weights)
+        files = self._write("arrays", given), self._write("state", state if kind == "begin" else {})
         self._to_launcher.send(HookCall(self._number, kind, epoch, step, logs, learning_rates, *files))
 
     def _write(self, name: str, arrays: NamedArrays) -> str:
@@ -174,9 +181,7 @@ def write_arrays(path: Path, arrays: NamedArrays) -> str:
 
 
 def take_arrays(path: str) -> NamedArrays:
-    """Reads the arrays that another process of this job has written, and removes the file."""
-    # Pickled objects are refused, since reading them could run code.
-    with np.load(path, allow_pickle=False) as arrays:
-        contents = dict(arrays)
+    """Reads the arrays that another process of this job has written, and removes the file; large ones stay mapped."""
+    arrays = read_arrays(Path(path))
     os.unlink(path)
-    return contents
+    return arrays

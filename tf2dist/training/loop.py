@@ -18,13 +18,14 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Facts, Frozen, InputFacts, Snapshot
-from tf2dist.checkpoint.state import assign, finalize
+from tf2dist.checkpoint.state import assign, finalize, values
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.model_checks import advice_on
 from tf2dist.model.source import EpochPlan
+from tf2dist.model.step import OUTSIDE
 from tf2dist.tf_internals import set_learning_rates
 from tf2dist.training.hooks import CallbackEffects
 from tf2dist.training.setup import PreparedRun, TaskContext
@@ -125,6 +126,11 @@ class Loop(abc.ABC):
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
     @property
+    def is_finalized(self) -> bool:
+        """Whether the model has other weights now than a snapshot."""
+        return bool(self._trained)
+
+    @property
     def epoch_has_ended(self) -> bool:
         """Whether the data have come to their end, in a run whose epochs end with the data."""
         return False
@@ -179,6 +185,10 @@ class Loop(abc.ABC):
     def arrays(self) -> dict[str, np.ndarray]:
         """The values of all variables by name."""
         return self._freeze_arrays()()
+
+    def outside_arrays(self) -> dict[str, np.ndarray]:
+        """The values of the variables that are not the model's."""
+        return values({name: variables for name, variables in self.named.items() if name.startswith(OUTSIDE)})
 
     def random_states(self) -> dict[str, np.ndarray]:
         """The states of the model's random generators after the steps so far, by name; see `Step`."""

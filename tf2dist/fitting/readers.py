@@ -1,0 +1,94 @@
+"""Which calls of callbacks need the weights: only those bring them from the tasks to the process that has called `fit`.
+
+Of Keras's own callbacks it is known, of most functions it can be seen, and any other callback may do in its hooks what
+it likes.
+"""
+
+import dis
+import inspect
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+# The hooks that each kind of call calls; see `training.hooks.Hooks.post`.
+HOOKS = {
+    "begin": ("set_model", "on_train_begin", "on_epoch_begin"),
+    "epoch": ("on_test_begin", "on_test_end", "on_epoch_end", "on_epoch_begin"),
+    "pause": BATCH_HOOKS,
+    "end": ("on_train_end",),
+}
+# Of Keras's own: these neither see nor change weights, whatever their arguments are.
+WITHOUT_WEIGHTS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.History,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.RemoteMonitor,
+)
+PLAIN = (bool, int, float, str, type(None))
+LIBRARIES = ("datetime", "json", "keras", "logging", "math", "numpy", "os", "random", "sys", "tensorflow", "time")
+NO_BUILTINS = ("eval", "exec", "globals", "__import__")
+
+
+def calls_with_weights(callbacks: Iterable[keras.callbacks.Callback]) -> set[str]:
+    """The kinds of calls in which one of the callbacks may see or change weights, or what optimizers keep for them."""
+    return {call for callback in callbacks for call in _calls_with_weights(callback)}
+
+
+def has_hook(callback: keras.callbacks.Callback, names: Iterable[str]) -> bool:
+    """Whether a callback has one of these hooks; a Callback of Keras has each, which does nothing."""
+    # `LambdaCallback` sets its hooks as attributes of the object, which the class does not show.
+    return any(
+        name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name)
+        for name in names
+    )
+
+
+def _calls_with_weights(callback: Any) -> set[str]:
+    kind, all_hooks = type(callback), {call for call, names in HOOKS.items() if has_hook(callback, names)}
+    # A subclass of the user's may do anything.
+    if kind in WITHOUT_WEIGHTS:
+        return set()
+    if kind is keras.callbacks.EarlyStopping:
+        return all_hooks if callback.restore_best_weights else set()
+    if kind is keras.callbacks.ModelCheckpoint:
+        return {"epoch"} if callback.save_freq == "epoch" else {"epoch", "pause"}
+    if kind is keras.callbacks.TensorBoard:
+        return {"epoch"} if callback.histogram_freq or callback.embeddings_freq else set()
+    if kind is keras.callbacks.TerminateOnNaN:
+        return {"begin", "epoch"}  # it leaves the model as it was before the epoch that it ends
+    if kind is keras.callbacks.LearningRateScheduler:
+        return set() if reaches_no_model(callback.schedule) else all_hooks
+    if kind is keras.callbacks.LambdaCallback:
+        functions = [vars(callback)[name] for names in HOOKS.values() for name in names if name in vars(callback)]
+        return set() if all(map(reaches_no_model, functions)) else all_hooks
+    return all_hooks
+
+
+def reaches_no_model(function: Any) -> bool:
+    """Whether a function can see that no model is among what it refers to; False if it is not certain."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    code = function.__code__
+    has_inner = any(isinstance(constant, types.CodeType) for constant in code.co_consts)
+    if has_inner or any(instruction.opname == "IMPORT_NAME" for instruction in dis.get_instructions(code)):
+        return False
+    names = inspect.getclosurevars(function)
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held = [*names.nonlocals.values(), *names.globals.values(), *defaults]
+    if names.builtins.keys() & set(NO_BUILTINS):
+        return False
+    return all(value is function or _is_harmless(value) for value in held)
+
+
+def _is_harmless(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in LIBRARIES
+    module = getattr(value, "__module__", None) or type(value).__module__
+    is_of_library = module.partition(".")[0] in LIBRARIES
+    is_code = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | np.ufunc)
+    return isinstance(value, PLAIN) or (is_of_library and is_code) or reaches_no_model(value)
