@@ -119,14 +119,17 @@ for verbose in (0, 1, 2):
 def test_a_signal_stops_the_cluster_and_the_call_that_it_names_goes_on(signum: signal.Signals, tmp_path: Path) -> None:
     code = """
 sys.stderr = sys.stdout
+model = build()
 try:
-    tf2dist.fit(build, x, x.sum(1), epochs=10_000, callbacks=[Slowly()], **given)
+    tf2dist.fit(model, x, x.sum(1), epochs=10_000, callbacks=[Slowly()], **given)
 except (KeyboardInterrupt, SystemExit) as error:
     print(error, flush=True)
 import psutil
 (warm,) = psutil.Process().children()
 print([each.name() for each in warm.children(recursive=True)])
 (run_dir,) = pathlib.Path("outputs").iterdir()
+saved = tf2dist.load_model(run_dir)
+print([np.array_equal(here, there) for here, there in zip(model.get_weights(), saved.get_weights())])
 result = tf2dist.fit(build, x, x.sum(1), epochs=3, run_dir=run_dir, **given)
 print(result.summary["global_step"] >= 6)
 """
@@ -135,12 +138,13 @@ print(result.summary["global_step"] >= 6)
     process.send_signal(signum)
     out, err = process.communicate(timeout=110 * slowness())
     assert process.returncode == 0, err
-    told, *codes, left, goes_on = out.splitlines()
+    told, *codes, left, is_as_saved, goes_on = out.splitlines()
     assert told.startswith(f"tf2dist: stopped by {name_of(signum)}; saved at step ")
     (run_dir,) = (tmp_path / "outputs").iterdir()
     assert told.endswith(f'; add run_dir="{run_dir}" to go on')
     assert codes == (["143"] if signum == signal.SIGTERM else [])
     assert left == "[]"
+    assert is_as_saved == str(4 * [True]), "the model is not as the run was saved"
     assert goes_on == "True"
 
 

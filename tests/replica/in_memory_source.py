@@ -46,11 +46,11 @@ class RecordingHooks:
         step: int,
         logs: dict[str, float],
         learning_rates: tuple[float, ...],
-        arrays: Callable[[], NamedArrays],
+        arrays: Callable[[bool], NamedArrays],
         state: NamedArrays,
     ) -> None:
         self.calls.append((kind, epoch, step, logs))
-        self.arrays = arrays()
+        self.arrays = arrays(True)
 
     def answer(self, timeout_secs: float) -> CallbackEffects | None:
         kind, epoch, *_ = self.calls[-1]

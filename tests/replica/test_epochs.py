@@ -322,7 +322,7 @@ def note_of(loop: Any, source: InMemorySource, run_dir: Path) -> str:
 
 
 class Keeping(NoSaver):
-    def save(self, freeze: Callable[[], Frozen], stopping: bool = False) -> None:
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False, replaces: bool = False) -> None:
         self.kept = freeze()()
 
 

@@ -466,7 +466,7 @@ def test_large_dense_layers_are_computed_with_onednn(
 
 
 def test_a_model_that_does_not_fit_into_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "free_memory", lambda: 100)
+    monkeypatch.setattr(refusals, "free_memory", lambda: 10)
     with pytest.raises(
         tf2dist.ConfigError, match=r"model \(sequential.*\): needs 0\.0 GB more memory.* the command and"
     ):

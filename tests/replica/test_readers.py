@@ -50,7 +50,7 @@ def look_by_default(epoch: int, rate: float, model: Any = MODEL) -> float:
 
 
 def look_within(epoch: int, rate: float) -> float:
-    return sum(layer.count_params() for layer in MODEL.layers)
+    return float(sum(layer.count_params() for layer in MODEL.layers))
 
 
 def closure(held: Any) -> Any:

@@ -5,9 +5,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import keras
 
@@ -113,7 +113,7 @@ class Result:
         lines += [f"last epoch: {metrics_text(last_epoch)}"] if last_epoch else []
         return "\n".join(["tf2dist.Result", *lines, str(self.run_dir)])
 
-    @property
+    @cached_property
     def model(self) -> keras.Model:
         """The compiled model with the final weights.
 
@@ -126,9 +126,7 @@ class Result:
         # run to its end on every host.
         if self._model is None:
             raise TfDistError(f"the model is not on this host: {self._where}; tf2dist.load_model reads it there")
-        if not isinstance(self._model, keras.Model):
-            object.__setattr__(self, "_model", self._model())
-        return cast("keras.Model", self._model)
+        return self._model if isinstance(self._model, keras.Model) else self._model()
 
 
 FolderAndSummary = tuple[Path, dict[str, Any]]  # the run directory and the summary
@@ -203,7 +201,7 @@ class FitRun:
         mirror_of_own = Mirror(model, copy, self.splits.layout)
         del copy  # it has the memory of a second model
         variables = [*model.variables, *mirror_of_own.optimizer.variables]
-        refusals.check_memory(name, [variable for variable in variables if not tables.has(variable)])
+        refusals.check_memory(name, [v for v in variables if not tables.has(v)], bool(calls - {"end"}))
         return self._lead(mirror_of_own, tables.num_made > 0, job)
 
     def _lead(self, mirror_of_own: Mirror, has_empty_tables: bool, job: Path) -> Result:

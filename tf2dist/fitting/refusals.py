@@ -23,9 +23,6 @@ ALTERNATIVES = {
     "validation_split": "give validation_data",
     "shuffle": "shuffle in the function, as with dataset.shuffle(1000, seed=shard.seed)",
 }
-# Copies of all variables in the caller, beside the model's own: what arrives from the tasks, and what the values
-# after a callback are compared with.
-COPIES = 4
 BATCH_HOOKS_OF_TEST = ("on_test_batch_begin", "on_test_batch_end")
 
 
@@ -93,17 +90,22 @@ def check_model(name: str, model: keras.Model, mode: str) -> None:
     support.check_optimizer(way, model.optimizer)
 
 
-def check_memory(name: str, variables: Sequence[keras.Variable]) -> None:
-    """Refuses a model that does not fit into the memory of this process, in which callbacks see all of its variables.
+def check_memory(name: str, variables: Sequence[keras.Variable], is_seen: bool) -> None:
+    """Refuses a model for which this process has too little memory.
 
     Args:
         variables: of the model and its optimizer, which are there.
+        is_seen: whether a callback may see them.
     """
-    size = sum(int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables)
-    if (needed := COPIES * size) > (free := free_memory()):
+    sizes = [int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables]
+    # What comes from the tasks is mapped from a file; while a variable is assigned, there are two more copies of it. A
+    # callback may keep a copy of all, such as the best ones.
+    needed, free = 2 * max(sizes, default=0) + (sum(sizes) if is_seen else 0), free_memory()
+    if needed > free:
+        where = "in this process, where callbacks see all of its variables" if is_seen else "in this process"
         raise FitError(
-            f"model ({name}): needs {needed / 1e9:.1f} GB more memory in this process, where callbacks see all of "
-            f"its variables, and {free / 1e9:.1f} GB are free; train it with the command and a plugin"
+            f"model ({name}): needs {needed / 1e9:.1f} GB more memory {where}, and {free / 1e9:.1f} GB are free; train "
+            "it with the command and a plugin"
         )
 
 
