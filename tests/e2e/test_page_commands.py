@@ -42,6 +42,7 @@ ELSEWHERE = {
     r"^README\.md: pip install": "tests/e2e/test_install.py::test_the_wheel",
     r"^README\.md: python train\.py": "tests/e2e/test_docs.py::test_the_example_of_a_call_from_python",
     r"^docs/fit\.md: python stream\.py": "tests/e2e/test_docs.py::test_the_example_of_a_stream",
+    r"^docs/fit_recipes\.md: python \w*tracke[rd]\.py": "tests/e2e/test_fit_recipes.py::test_a_tracker_has_one_run",
     r"^docs/api\.md: python \w+\.py": "tests/e2e/test_docs.py::test_the_example_of_the_fixtures",
     r": .*(=lion|=discounted|MYJOB_)": "tests/e2e/test_docs.py::test_the_examples_of_contributing",
     r"^CONTRIBUTING\.md: make ": "not tested: it runs all tests",
