@@ -339,7 +339,9 @@ def test_a_task_of_a_slurm_step_takes_its_place_in_it(monkeypatch: pytest.Monkey
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
         config, place = request.configuration("sync", None, None, 0, [])
         assert (config.cluster.kind, place.cluster.num_workers) == (kind, workers)
-    assert request.configuration("sync", tf2dist.Local(workers=2), None, 0, [])[1].cluster.num_workers == 2
+    for cluster in (tf2dist.Local(workers=2), tf2dist.Local(workers=2, ps=3)):
+        place = request.configuration("sync", cluster, None, 0, [])[1]
+        assert (place.cluster.num_workers, place.cluster.num_ps) == (2, 0)
 
 
 def test_a_call_in_a_pod_takes_its_place_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Place
 from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.config.load import load
-from tf2dist.config.schema import DataConfig, KerasConfig, RunConfig
+from tf2dist.config.schema import PS_MODES, DataConfig, KerasConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Layout, have_same_structure
 from tf2dist.data.splits import Splits, StreamedSplits, streamed
 from tf2dist.data.stream import Load, Shard, Stream
@@ -275,11 +275,8 @@ def configuration(
     elif cluster or not is_known:
         cluster = cluster or Local()
         refusals.check_numbers(workers=cluster.workers)
-        arguments += [
-            "cluster=local",
-            f"cluster.num_workers={cluster.workers}",
-            f"cluster.num_ps={cluster.ps}",
-        ]
+        arguments += ["cluster=local", f"cluster.num_workers={cluster.workers}"]
+        arguments += [f"cluster.num_ps={cluster.ps}"] if mode in PS_MODES else []
     config = load([*arguments, *overrides], tf_config)
     # Not among the options above: a path may have signs in it that Hydra's grammar cannot read.
     if run_dir is not None:
