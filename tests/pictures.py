@@ -5,9 +5,13 @@ reader's system where the viewer says which of the two it is.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
+
+from tests.bench import growth
+from tf2dist.palette import BLUE, GREEN, MODE_STYLES, VERMILLION, Style
 
 DOCS = Path(__file__).parents[1] / "docs"
 STYLE = """<style>
@@ -168,10 +172,77 @@ def rates_drawing(words: Words, bench: Path) -> str:
     return _svg(560, 260, words.rates_title, parts)
 
 
+ROOM = (300, 190)  # of a chart, without its axes
+WORKERS = (1, 2, 4, 8, 16, 32, 48)
+
+
+class Chart:
+    """Curves over the number of workers, on a logarithmic axis.
+
+    Args:
+        left: where it begins.
+        top: the largest value.
+    """
+
+    def __init__(self, left: float, title: str, top: float, ticks: tuple[float, ...]) -> None:
+        self._left, self._top = left, top
+        self.parts = [_text(left, 26, title, "title"), _text(left + ROOM[0], 268, "workers", "small end")]
+        for tick in ticks:
+            (_, y) = self._place(1, tick)
+            self.parts += [_plain_line(left, y, left + ROOM[0], y), _text(left - 6, y + 4, f"{tick:g}", "small end")]
+        self.parts += [_text(self._place(n, 0)[0], 252, str(n), "small middle") for n in WORKERS]
+
+    def _place(self, workers: float, value: float) -> tuple[float, float]:
+        share = math.log2(workers) / math.log2(WORKERS[-1])
+        return self._left + ROOM[0] * share, 48 + ROOM[1] * (1 - value / self._top)
+
+    def curve(self, values: dict[int, float], style: Style) -> None:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self._place(*item) for item in values.items()))
+        dashes = {"-": "", "--": "7 4", "-.": "8 3 2 3", ":": "2 3"}[style.dash]
+        self.parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{style.colour}" stroke-width="2" '
+            f'stroke-dasharray="{dashes}"/>'
+        )
+
+    def marks(self, values: dict[int, float], style: Style) -> None:
+        places = (self._place(*item) for item in values.items())
+        self.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{style.colour}"/>' for x, y in places]
+
+    def legend(self, names: dict[str, Style], y: float) -> None:
+        for number, (name, style) in enumerate(names.items()):
+            x = self._left + 4 + 102 * number
+            self.parts.append(f'<rect x="{x:g}" y="{y - 9:g}" width="10" height="10" fill="{style.colour}"/>')
+            self.parts.append(_text(x + 15, y, name, "small"))
+
+
+def _plain_line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:g}" y1="{y1:.1f}" x2="{x2:g}" y2="{y2:.1f}" class="line" opacity="0.3"/>'
+
+
+def growth_drawing(bench: Path) -> str:
+    """How much of the ideal rate is reached, and what a batch costs: dots are measured, lines foretold from 1 to 8."""
+    points = json.loads(bench.read_text())["scale"]
+    rates = Chart(46, "Share of the ideal rate, on two cores", 1.0, (0, 0.25, 0.5, 0.75, 1.0))
+    for mode, style in MODE_STYLES.items():
+        values = {n: point["efficiency"] for n, point in growth.Law(points, mode, "softmax").measured.items()}
+        rates.curve(values, style)
+        rates.marks(values, style)
+    rates.legend(MODE_STYLES, 286)
+    costs = Chart(426, "Processor time of a batch, in ms", 4.0, (0, 1, 2, 3, 4))
+    law = growth.Law(points, "async", "softmax")
+    styles = {"chief": Style(BLUE, "--", "s"), "ps": Style(VERMILLION, "-", "o"), "worker": Style(GREEN, "-.", "^")}
+    for role, style in styles.items():
+        costs.curve({n: law.at(n, role, "cpu_ms") for n in WORKERS}, style)
+        costs.marks({n: growth.per_batch(point, role, "cpu_ms") for n, point in law.measured.items()}, style)
+    costs.legend({growth.ROLES[role]: style for role, style in styles.items()}, 286)
+    note = "softmax, 100 ms of computing in each step; right: async, dots measured, lines foretold from 1 to 8 workers"
+    return _svg(760, 316, "Scaling from 1 to 48 workers", [*rates.parts, *costs.parts, _text(46, 306, note, "small")])
+
+
 def drawings() -> dict[str, str]:
     """By name of the file, its content."""
     bench = DOCS / "bench.json"
-    found = {}
+    found = {"scaling.svg": growth_drawing(bench)}
     for suffix, words in (("", ENGLISH), (".zh", CHINESE)):
         found[f"async{suffix}.svg"] = async_drawing(words)
         found[f"sync{suffix}.svg"] = sync_drawing(words)

@@ -27,7 +27,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from tests.bench import page, scale
+from tests.bench import growth, page, scale
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
 from tests.bench.page import shown, target_of
@@ -149,6 +149,8 @@ def run_scale(settings: list[scale.Setting], options: argparse.Namespace, consol
             console.print(scale.line_of(point), highlight=False, markup=False, soft_wrap=True)
             earlier = [one for one in read_section(options.out, "scale") if scale.Setting.of(one) != setting]
             write_section(options.out, "scale", sorted([*earlier, point], key=scale.order_of))
+    if settings:
+        growth.update(read_section(options.out, "scale"), options.out)
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:

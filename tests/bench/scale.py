@@ -32,7 +32,7 @@ WINDOW_SECS, WINDOW_UPDATES = 10.0, 20  # what is measured takes at least so lon
 TIMEOUT_SECS = 600.0
 ROLE = re.compile(r"/(chief|ps|worker)-\d+\.log$")
 FACTS = ("date", "processor", "cores", "tensorflow", "rounds")
-COUNTERS = re.compile(r"(bytes_sent|bytes_received|data_segs_out|data_segs_in):(\d+)")
+COUNTERS = re.compile(r"(bytes_acked|bytes_received|data_segs_out|data_segs_in):(\d+)")
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,27 @@ class Usage:
 
 @dataclass(frozen=True)
 class Look:
-    """A run at the moment of a record in metrics.jsonl."""
+    """A run soon after a record in metrics.jsonl.
+
+    Attributes:
+        at: the time, in seconds.
+    """
 
     record: dict[str, Any]
+    at: float
     usage: dict[str, Usage]
 
     def since(self, earlier: "Look") -> dict[str, Any]:
         """The rate from an earlier look to this one, and the usage of one update in between."""
-        updates = self.record["step"] - earlier.record["step"]
+        steps = self.record["step"] - earlier.record["step"]
+        rate = steps / (self.record["training_secs"] - earlier.record["training_secs"])
+        updates = rate * (self.at - earlier.at)  # on a busy machine a look may come late
         roles = {}
         for role, now in self.usage.items():
             roles[role] = asdict(now)
             for name in ("cpu_ms", "messages", "kilobytes"):
                 roles[role][name] = (getattr(now, name) - getattr(earlier.usage[role], name)) / updates
-        secs = self.record["training_secs"] - earlier.record["training_secs"]
-        return {"updates": updates, "steps_per_sec": updates / secs, "roles": roles}
+        return {"updates": steps, "steps_per_sec": rate, "roles": roles}
 
 
 def process_secs(pid: int) -> float:
@@ -128,20 +134,22 @@ def roles_of(launcher: int) -> dict[int, str]:
 def look_at(launcher: int, record: dict[str, Any]) -> Look:
     roles = roles_of(launcher)
     usage: dict[str, Usage] = {role: Usage() for role in roles.values()}
+    at = time.monotonic()
     for pid, role in roles.items():
-        process, one = psutil.Process(pid), usage[role]
-        one.tasks += 1
-        one.cpu_ms += 1e3 * process_secs(pid)
-        one.threads = max(one.threads, process.num_threads())
-        one.descriptors = max(one.descriptors, process.num_fds())
+        usage[role].cpu_ms += 1e3 * process_secs(pid)
     command = ["nsenter", "--target", str(next(iter(roles))), "--net", "ss", "-tinpHO"]
     for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines():
         owner = re.search(r"pid=(\d+)", line)
         if owner and int(owner[1]) in roles:
             counted, one = dict(COUNTERS.findall(line)), usage[roles[int(owner[1])]]
-            one.kilobytes += (int(counted.get("bytes_sent", 0)) + int(counted.get("bytes_received", 0))) / 1e3
+            one.kilobytes += (int(counted.get("bytes_acked", 0)) + int(counted.get("bytes_received", 0))) / 1e3
             one.messages += int(counted.get("data_segs_out", 0)) + int(counted.get("data_segs_in", 0))
-    return Look(record, usage)
+    for pid, role in roles.items():
+        process, one = psutil.Process(pid), usage[role]
+        one.tasks += 1
+        one.threads = max(one.threads, process.num_threads())
+        one.descriptors = max(one.descriptors, process.num_fds())
+    return Look(record, at, usage)
 
 
 def next_record(process: subprocess.Popen[str], run_dir: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
