@@ -78,7 +78,7 @@ class Law:
         text = ""
         for constant, term in zip(self.constants(role, quantity), self.terms(quantity), strict=True):
             sign = " - " if constant < 0 else " + "
-            text += f"{sign if text or constant < 0 else ''}{digits(abs(constant))}{term.text}"
+            text += f"{sign if text or constant < 0 else ''}{digits(abs(constant))}{term.text}" if constant else ""
         return text.strip()
 
     def split(self) -> tuple[float, float]:
@@ -97,9 +97,15 @@ class Law:
 
 
 def fit(values: dict[int, float], terms: Sequence[Term]) -> list[float]:
-    """The factors of terms of n, by least squares of the relative errors; `values`: by n."""
+    """The factors of terms of n, by least squares of the relative errors; `values`: by n.
+
+    What grows with n costs nothing at least: where it is lost in the noise its factor is 0.
+    """
     rows = np.array([[term.value(n) / value for term in terms] for n, value in values.items()])
-    return [float(factor) for factor in np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]]
+    factors = [float(factor) for factor in np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]]
+    if terms[-1] is OTHERS and factors[-1] < 0:
+        return [*fit(values, terms[:-1]), 0.0]
+    return factors
 
 
 def laws(points: Sequence[Point]) -> Iterator[Law]:
@@ -299,7 +305,7 @@ def forecast_table(points: Sequence[Point]) -> list[str]:
             numbers = [digits(float(f"{number:.2g}")) for number in (found.steps_per_sec, messages)]
             cells = [str(found.ps or ""), numbers[0], f"{batches / ideal:.2f}", f"{found.staleness:,}", numbers[1]]
             parts = ", ".join(f"{part} {share:.0%}" for part, share in found.first)
-            helps = "; ".join(REMEDIES[part] for part, _ in found.first)
+            helps = "; ".join(REMEDIES[part] for part, share in found.first if share > 0.4)
             lines.append(line(law.mode, law.model, f"{workers:,}", *cells, parts, helps))
     return lines
 

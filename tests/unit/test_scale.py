@@ -99,6 +99,12 @@ def test_the_law_finds_what_a_batch_costs() -> None:
     assert synchronous.at(1001, "worker", "messages") == pytest.approx(2000)
 
 
+def test_noise_is_not_taken_for_a_cost_that_shrinks() -> None:
+    assert growth.fit({1: 2.1, 2: 2.0, 4: 2.1, 8: 1.9}, (growth.ONE, growth.OTHERS)) == pytest.approx(
+        [2.0, 0.0], rel=0.05
+    )
+
+
 def test_the_limits_follow_from_the_costs() -> None:
     core, ps, link = limits(Law(POINTS, "async", "softmax"), 1e9, steps_per_call=8)
     assert (core, ps, link) == pytest.approx((20_000, 250, 2_000)), "calls of 8 steps cost half of those of 4"
