@@ -84,7 +84,7 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
-@pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
+@pytest.mark.parametrize("num_workers", [2, 3, 7, 13])
 @pytest.mark.parametrize("size", [1, 1_000, ONE_HOP_BYTES // 4, ONE_HOP_BYTES // 4 + 1, 1_000_003])
 def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int, with_memory: bool) -> None:
     """This also holds for vectors much larger than the sockets' buffers, and for several calls in a row."""
@@ -103,7 +103,7 @@ def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int, wi
 
 @pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, 11])
 @pytest.mark.parametrize("size", [1_000, 1_000_003])
 def test_narrow_floats_are_summed_as_float32_and_rounded_once(
     num_workers: int, size: int, dtype: Any, with_memory: bool
@@ -121,7 +121,7 @@ def test_narrow_floats_are_summed_as_float32_and_rounded_once(
 
 
 @pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
-@pytest.mark.parametrize("num_workers", [2, 3, 5])
+@pytest.mark.parametrize("num_workers", [2, 3, 9])
 def test_arrays_of_any_length_are_gathered_in_order(num_workers: int, with_memory: bool) -> None:
     """Also after a sum, whose end the others may still read from the shared memory."""
     workers, random = connected(num_workers, with_memory), np.random.default_rng(num_workers)
@@ -149,6 +149,37 @@ def test_a_sum_and_arrays_take_one_hop() -> None:
     for total, all_ids in at_once(calls):
         np.testing.assert_array_equal(total, expected)
         assert all_ids.tolist() == [0, 1, 0, 1, 2]
+
+
+class Counting(peers.Peers):
+    """Counts what it sends."""
+
+    sent: list[int]
+
+    def send(self, view: memoryview, *to: int) -> None:
+        self.sent += [len(view)] * len(to)
+        super().send(view, *to)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_bytes", "num_messages", "most_bytes"),
+    [
+        (7, 31_400, 6, 6 * 31_400),  # to all others
+        (16, 1_000, 4, 15 * 1_000),  # passed on whole
+        (16, 31_400, 8, 3.1 * 31_400),  # in parts
+        (24, 31_400, 10, 3.5 * 31_400),
+        (24, 320_000, 10, 3.5 * 320_000),
+        (24, 640_000, 46, 2 * 640_000),  # large messages, each of which goes where it is summed
+    ],
+)
+def test_messages_of_a_worker(num_workers: int, num_bytes: int, num_messages: int, most_bytes: float) -> None:
+    workers = connected(num_workers)
+    for worker in workers:
+        worker._peers.__class__, worker._peers.sent = Counting, []  # type: ignore[attr-defined]
+    at_once([partial(worker, np.ones(num_bytes // 4, np.float32)) for worker in workers])
+    sent: list[int] = workers[3]._peers.sent  # type: ignore[attr-defined]
+    assert len(sent) == num_messages
+    assert sum(sent) <= most_bytes
 
 
 def test_tensorflow_uses_the_sum_without_a_copy() -> None:
@@ -229,10 +260,11 @@ def test_memory_that_is_not_that_of_the_other_workers_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
+@pytest.mark.parametrize("num_workers", [3, 9])
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_lost_worker_ends_the_call_of_the_others(size: int, with_memory: bool) -> None:
+def test_a_lost_worker_ends_the_call_of_the_others(size: int, num_workers: int, with_memory: bool) -> None:
     """Here it is lost during a call. (A worker that is cut off closes no connection; launchers end that run.)"""
-    workers = connected(3, with_memory)
+    workers, last = connected(num_workers, with_memory), num_workers - 1
 
     def lost_in_a_call(worker: AllReduce) -> int:
         with pytest.raises(LostWorkerError) as raised:
@@ -240,9 +272,9 @@ def test_a_lost_worker_ends_the_call_of_the_others(size: int, with_memory: bool)
         assert worker.lost is raised.value
         return raised.value.index
 
-    timer = threading.Timer(0.2, workers[2].close)
+    timer = threading.Timer(0.2, workers[last].close)
     timer.start()
-    assert at_once([partial(lost_in_a_call, worker) for worker in workers[:2]]) == [2, 2]
+    assert at_once([partial(lost_in_a_call, worker) for worker in workers[:last]]) == [last] * last
     timer.join()
 
 

@@ -6,6 +6,11 @@ every worker sums one part and sends the sum to all others, which takes two hops
 reduce-scatter and all-gather; see Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in
 MPICH, 2005). A part is summed in pieces: each while it is in the processor's cache and while the next one arrives.
 
+With many workers a small array would be cut into messages that cost more than their bytes. They pass on what is for
+others then: about log2 n messages for each hop instead of n - 1, and the summands still arrive one by one, so that the
+sum has the same bits (Bruck et al.: Efficient Algorithms for All-to-All Communications in Multiport Message-Passing
+Systems, 1997).
+
 Workers of one host do the same in memory that they share, which halves what is copied: what goes through a socket is
 copied by the sender and by the receiver.
 """
@@ -22,6 +27,9 @@ from tf2dist.training.synchronous.peers import LostWorkerError, Mesh, Peers
 from tf2dist.training.synchronous.shared_memory import ALIGNMENT, SharedMemory, open_shared_memory
 
 ONE_HOP_BYTES = 128 * 1024  # up to this size, the bytes that two hops save cost less than the second hop
+# From so many workers on small arrays are passed on. A message costs a worker about as much as copying `MESSAGE_BYTES`.
+MANY_WORKERS = 8
+MESSAGE_BYTES = 16 * 1024
 PIECE = 128 * 1024  # elements of a piece; those of a few workers fit into the cache of a core
 
 
@@ -59,6 +67,7 @@ class AllReduce:
         self._index, self._peers, self._memory = index, Peers(sockets), memory
         self._count = len(sockets) + 1
         self._is_read = True  # whether the others have read what this worker wrote into the shared memory
+        self._most_bytes_passed_on = ONE_HOP_BYTES if memory else max(ONE_HOP_BYTES, self._count * MESSAGE_BYTES)
         # Kept from call to call: the kernel would map and zero fresh memory.
         self._received = np.empty([len(sockets) + 1, PIECE], np.float32)
         self._widened = np.empty([2, PIECE], np.float32)
@@ -78,7 +87,9 @@ class AllReduce:
         # A new array, since TensorFlow may use this one while the next call is made.
         result = _aligned(len(vector), vector.dtype)
         self._wait_for_readers()
-        if vector.nbytes <= ONE_HOP_BYTES:
+        if self._count >= MANY_WORKERS and vector.nbytes <= self._most_bytes_passed_on:
+            self._passed_on(vector, result)
+        elif vector.nbytes <= ONE_HOP_BYTES:
             self._in_one_hop(vector, result)
         elif self._memory:
             self._in_memory(self._memory, vector, result)
@@ -107,19 +118,32 @@ class AllReduce:
             arrays: all workers pass equally many, of the same types, and of shapes that differ in the first axis alone.
         """
         self._wait_for_readers()
-        lengths = np.array([[len(array) for array in arrays]] * self._count)
+        row_bytes = np.array([math.prod(array.shape[1:]) * array.itemsize for array in arrays])
+        lengths = np.array([len(array) for array in arrays])
         own = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
-        message = np.concatenate([lengths[0].view(np.uint8), own])  # each piece would cost a call of the kernel
+        if self._count >= MANY_WORKERS:
+            all_lengths = self._gather_by_passing_on(lengths)
+            sizes = [int((of_worker * row_bytes).sum()) for of_worker in all_lengths]
+            messages = self._gather_by_passing_on(own, sizes)
+        else:
+            all_lengths, messages = self._gather_in_one_hop(lengths, row_bytes, own)
+        self._peers.flush()
+        ends = [np.cumsum(of_worker * row_bytes)[:-1] for of_worker in all_lengths]
+        pieces = zip(*map(np.split, messages, ends), strict=True)
+        return [_joined(parts, array) for parts, array in zip(pieces, arrays, strict=True)]
+
+    def _gather_in_one_hop(
+        self, lengths: np.ndarray, row_bytes: np.ndarray, own: np.ndarray
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The lengths and the bytes of all workers."""
+        all_lengths = [lengths.copy() for _ in range(self._count)]
+        message = np.concatenate([lengths.view(np.uint8), own])  # each piece would cost a call of the kernel
         self._peers.send(message.data, *self._peers.indices)
-        self._peers.receive({peer: _bytes(lengths[peer]) for peer in self._peers.indices})
-        row_bytes = [math.prod(array.shape[1:]) * array.itemsize for array in arrays]
-        ends = np.cumsum(lengths * row_bytes, axis=1)
-        messages = [np.empty(end, np.uint8) for end in ends[:, -1]]
+        self._peers.receive({peer: _bytes(all_lengths[peer]) for peer in self._peers.indices})
+        messages = [np.empty((of_worker * row_bytes).sum(), np.uint8) for of_worker in all_lengths]
         messages[self._index] = own
         self._peers.receive({peer: messages[peer].data for peer in self._peers.indices})
-        self._peers.flush()
-        pieces = zip(*map(np.split, messages, ends[:, :-1]), strict=True)
-        return [_joined(parts, array) for parts, array in zip(pieces, arrays, strict=True)]
+        return all_lengths, messages
 
     def _wait_for_readers(self) -> None:
         """Waits until the others have read what this worker wrote into the shared memory."""
@@ -138,6 +162,50 @@ class AllReduce:
         # The second hop begins with the first piece of the sum.
         self._sum(vector[parts[self._index]], result[parts[self._index]], self._peers.indices)
         self._peers.receive({peer: _bytes(result[parts[peer]]) for peer in self._peers.indices})
+
+    def _passed_on(self, vector: np.ndarray, result: np.ndarray) -> None:
+        """Every worker sums one part, or all of what is so small that the bytes of a second hop cost more."""
+        if vector.nbytes * self._count <= ONE_HOP_BYTES:
+            self._add_pieces(self._gather_by_passing_on(vector), result)
+            return
+        parts = self._parts(len(vector))
+        room = max(part.stop - part.start for part in parts)
+        # The parts by how far it is to the worker for which each is. In the end each is one for this worker, by how far
+        # it was from the worker of which it is.
+        blocks = np.zeros([self._count, room], vector.dtype)
+        for worker, part in enumerate(parts):
+            blocks[(worker - self._index) % self._count, : part.stop - part.start] = vector[part]
+        for distance in self._distances():
+            rows = [row for row in range(self._count) if row & distance]
+            received = np.empty([len(rows), room], vector.dtype)
+            self._pass_on(blocks[rows], distance, received)
+            blocks[rows] = received
+        own = np.empty(room, vector.dtype)
+        self._add_pieces([blocks[(self._index - worker) % self._count] for worker in range(self._count)], own)
+        for part, sums in zip(parts, self._gather_by_passing_on(own), strict=True):
+            result[part] = sums[: part.stop - part.start]
+
+    def _gather_by_passing_on(self, own: np.ndarray, sizes: Sequence[int] = ()) -> list[np.ndarray]:
+        """The vectors of all workers, in their order; `sizes`: of each, if they differ."""
+        sizes = sizes or [len(own)] * self._count
+        # Each worker has them in the order that begins with itself.
+        ends = [0, *itertools.accumulate([*sizes[self._index :], *sizes[: self._index]])]
+        together = np.empty(ends[-1], own.dtype)
+        together[: len(own)] = own
+        for distance in self._distances():
+            num = min(distance, self._count - distance)
+            self._pass_on(together[: ends[num]], -distance, together[ends[distance] : ends[distance + num]])
+        places = [(worker - self._index) % self._count for worker in range(self._count)]
+        return [together[ends[place] : ends[place + 1]] for place in places]
+
+    def _distances(self) -> list[int]:
+        """1, 2, 4 and so on, below the number of workers."""
+        return [1 << power for power in range((self._count - 1).bit_length())]
+
+    def _pass_on(self, array: np.ndarray, distance: int, into: np.ndarray) -> None:
+        """Sends an array so many workers further, and receives one from as many before."""
+        self._peers.send(_bytes(array.reshape(-1)), (self._index + distance) % self._count)
+        self._peers.receive({(self._index - distance) % self._count: _bytes(into.reshape(-1))})
 
     def _in_memory(self, memory: SharedMemory, vector: np.ndarray, result: np.ndarray) -> None:
         """Every worker writes its array; two then read each other's, and more sum a part each and read the sums."""

@@ -55,6 +55,10 @@ class Peers:
         self.lost: LostWorkerError | None = None
         self._sockets, self._peers = sockets, {sock.fileno(): peer for peer, sock in sockets.items()}
         self._unsent: dict[int, deque[memoryview]] = {peer: deque() for peer in sockets}
+        # The end of any connection ends a wait: the worker that is waited for may wait for the lost one itself.
+        self._poll = select.poll()
+        for sock in sockets.values():
+            self._poll.register(sock, select.POLLRDHUP)
         # If all workers sent first and received then, full buffers of the kernel could block all of them without end.
         for sock in sockets.values():
             sock.setblocking(False)
@@ -97,15 +101,19 @@ class Peers:
 
     def _wait(self, missing: Views) -> list[int]:
         """Waits until something can be done, and sends; returns of whom of `missing` something can be received."""
-        poll = select.poll()
-        for peer, sock in self._sockets.items():
-            if wanted := (select.POLLOUT if self._unsent[peer] else 0) | (select.POLLIN if peer in missing else 0):
-                poll.register(sock, wanted)
-        # POLLERR and POLLHUP stand for both, so that a call is made, which raises the reason.
-        ready = [(self._peers[number], events) for number, events in poll.poll()]
+        unsent = {peer for peer, views in self._unsent.items() if views}
+        for peer in unsent | missing.keys():
+            wanted = (select.POLLOUT if peer in unsent else 0) | (select.POLLIN if peer in missing else 0)
+            self._poll.modify(self._sockets[peer], wanted | select.POLLRDHUP)
+        ready = [(self._peers[number], events) for number, events in self._poll.poll()]
+        for peer in unsent | missing.keys():
+            self._poll.modify(self._sockets[peer], select.POLLRDHUP)
+        # The ends of connections stand for both, so that a call is made, which raises the reason.
         for peer, events in ready:
-            if events & ~select.POLLIN:
+            if peer in unsent and events & ~select.POLLIN:
                 self._push(peer)
+            elif peer not in missing and events & ~select.POLLOUT:
+                self._lose(peer, ConnectionError("the connection was closed"))
         return [peer for peer, events in ready if peer in missing and events & ~select.POLLOUT]
 
     def _push(self, peer: int) -> None:
