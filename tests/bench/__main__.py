@@ -14,9 +14,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib
@@ -27,7 +29,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from tests.bench import growth, page, scale
+from tests.bench import bandwidth, growth, page, scale
 from tests.bench.comparisons import Comparison, Table
 from tests.bench.contenders import ContenderError
 from tests.bench.page import shown, target_of
@@ -134,23 +136,31 @@ def merged(folder: Path, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*(result for result in read_section(folder, "comparisons") if result["name"] not in names), *results]
 
 
-def run_scale(settings: list[scale.Setting], options: argparse.Namespace, console: Console) -> None:
-    """Measures clusters; each becomes an entry of the section "scale", in place of an earlier one."""
-    facts = {name: fact for name, fact in circumstances(options).items() if name in scale.FACTS}
-    for setting in settings:
+def run_points(
+    kind: ModuleType, chosen: list[Any], options: argparse.Namespace, console: Console, update: Callable[..., None]
+) -> None:
+    """Measures clusters; each becomes an entry of a section of bench.json, in place of an earlier one.
+
+    Args:
+        kind: `scale` or `bandwidth`; the section has its name.
+        update: writes a page's tables of the section into a folder.
+    """
+    facts = {name: fact for name, fact in circumstances(options).items() if name in kind.FACTS}
+    section = kind.__name__.rpartition(".")[2]
+    for setting in chosen:
         points = []
         for number in range(options.rounds):
             try:
-                points.append(scale.measure(setting, scale.WINDOW_SECS * options.scale))
+                points.append(kind.measure(setting, kind.WINDOW_SECS * options.scale))
             except FAILURES as error:
                 console.print(f"{setting}, round {number + 1}: {error}", style="red", highlight=False, markup=False)
         if points:
             point = scale.median_of(points) | facts
-            console.print(scale.line_of(point), highlight=False, markup=False, soft_wrap=True)
-            earlier = [one for one in read_section(options.out, "scale") if scale.Setting.of(one) != setting]
-            write_section(options.out, "scale", sorted([*earlier, point], key=scale.order_of))
-    if settings:
-        growth.update(read_section(options.out, "scale"), options.out)
+            console.print(kind.line_of(point), highlight=False, markup=False, soft_wrap=True)
+            earlier = [one for one in read_section(options.out, section) if kind.Setting.of(one) != setting]
+            write_section(options.out, section, sorted([*earlier, point], key=kind.order_of))
+    if chosen:
+        update(read_section(options.out, section), options.out)
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
@@ -189,15 +199,16 @@ def main() -> int:
         sizes = [
             one for one in scale.settings(list(map(int, options.workers.split(",")))) if one.name.startswith(wanted)
         ]
-        if not chosen and not sizes:
-            parser.error(
-                f"--only ({options.only}): names none of {', '.join(one.name for one in Table(folder))}, scale"
-            )
+        links = [one for one in bandwidth.settings() if one.name.startswith(wanted)]
+        if not chosen and not sizes and not links:
+            names = ", ".join(one.name for one in Table(folder))
+            parser.error(f"--only ({options.only}): names none of {names}, scale, bandwidth")
         results = []
         for comparison in chosen:
             results.append(run(comparison, options.rounds, console) | circumstances(options))
             write(merged(options.out, results), options.out)
-        run_scale(sizes, options, console)
+        run_points(scale, sizes, options, console, growth.update)
+        run_points(bandwidth, links, options, console, bandwidth.update)
     if not results:
         return 0
     show(results, console)

@@ -6,7 +6,7 @@ array to each of the n - 1 others. Of a large one it sums a part: so (n - 1) / n
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,9 +319,11 @@ TABLES = {
 }
 
 
-def page_of(text: str, points: Sequence[Point]) -> str:
+def page_of(
+    text: str, points: Sequence[Point], tables: Mapping[str, Callable[[Sequence[Point]], list[str]]] = TABLES
+) -> str:
     """The page with its tables made anew; each stands between two comments."""
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         body = "\n".join(table(points))
         begin, end = f"<!-- {name}: written by `make bench` -->\n", "\n<!-- end -->"
         before, mark, rest = text.partition(begin)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench import bandwidth
+from tests.bench.figures import parameter_bytes
 from tests.conftest import REPOSITORY, slowness
 
 FEW = {
@@ -63,3 +65,17 @@ def test_clusters_of_different_sizes_are_measured(real_data: str, tmp_path: Path
     (sync,) = (one for one in points if (one["mode"], one["model"], one["workers"]) == ("sync", "softmax", 2))
     assert sync["roles"]["worker"]["messages"] == pytest.approx(4, abs=0.5)
     assert sync["roles"]["worker"]["kilobytes"] == pytest.approx(4 * 7850 * 4 / 1e3, rel=0.01)
+
+
+@pytest.mark.slow
+def test_clusters_on_limited_links_are_measured(real_data: str) -> None:
+    """With local_sgd, which has the fewest bytes; `measure` skips where links cannot be limited."""
+    if real_data != "mnist":
+        pytest.skip("the benchmark trains on MNIST, which is not on this machine")
+    setting = bandwidth.Setting("sync", "algorithm=local_sgd", bandwidth.BATCH_SIZE, 100)
+    point = bandwidth.measure(setting, secs=4.0)
+    # A worker sends and receives 3 parts of 4, twice: of the gradients as of the weights, but each 8 steps alone.
+    sent = 2 * 3 / 4 * parameter_bytes(bandwidth.MODEL) / 8
+    assert point["megabytes"] == pytest.approx(sent / 1e6, rel=0.1), point
+    assert 0.2 < point["link_share"] < 1, point
+    assert point["examples_per_sec"] > 0
