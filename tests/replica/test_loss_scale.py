@@ -92,6 +92,7 @@ def train_all(worker: SyncWorker) -> dict[str, dict[str, Any]]:
             "weights": weights_of(loop.model),
             "snapshot": start,
             "applied": loop.updates_applied(),
+            "small": loop.small_arrays(),
             "rates": LearningRates(loop.optimizer, 0).at(STEPS),
             "accuracy": loop.evaluate("test").metrics["accuracy"],
         }
@@ -107,6 +108,9 @@ def test_the_scale_and_the_updates_are_those_of_keras(sync_workers: SyncWorkers,
         applied, arrays = int(optimizer.iterations), found["snapshot"].arrays
         assert 0 < applied < STEPS, "some updates must overflow, or nothing is shown"
         assert (found["applied"], int(arrays[f"{SCALE}iteration"])) == (applied, applied)
+        assert {name: float(array) for name, array in found["small"].items()} == {
+            name: float(array) for name, array in arrays.items() if name.startswith(SCALE)
+        }, "callbacks that see no weights see other counts"
         assert float(arrays[f"{SCALE}dynamic_scale"]) == float(optimizer.dynamic_scale)
         assert int(arrays[f"{SCALE}step_counter"]) == int(optimizer.step_counter)
         for array, other in zip(found["weights"], expected["weights"], strict=True):

@@ -39,6 +39,7 @@ from tf2dist.tf_internals import (
 )
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
+LOSS_SCALE = "optimizer/loss_scale/"  # how the names of the variables of a LossScaleOptimizer begin
 MAX_NAMES = 6  # of variables in a message
 NUMBER = re.compile(r"_(\d+)$")  # of a layer, as Keras counts those of one process
 
@@ -98,7 +99,7 @@ def _slots(
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # It leaves out updates, so the global step does not tell how many there were.
         for variable in (optimizer.dynamic_scale, optimizer.step_counter, *counters_of(optimizer)):
-            yield f"loss_scale/{name_of(variable)}", variable, None
+            yield f"{LOSS_SCALE}{name_of(variable)}".removeprefix("optimizer/"), variable, None
 
 
 def names_by_row(named: Named, tables: Sequence[keras.Variable]) -> set[str]:

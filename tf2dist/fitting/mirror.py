@@ -72,7 +72,7 @@ class Mirror:
         """Copies the variables of the cluster at a step into the model.
 
         Args:
-            arrays: all, or none but those that are not the model's if no callback looks at it before the next call.
+            arrays: all, or no weights and slots if no callback looks at the model before the next call.
         """
         if self._layout and not self._outside and any(name.startswith(OUTSIDE) for name in arrays):
             shapes = {name: array.shape for name, array in arrays.items() if name.startswith(OUTSIDE)}

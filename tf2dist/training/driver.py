@@ -394,7 +394,7 @@ class Epochs(Length):
         epoch = self._plan.epochs if is_over else self._state.position.epoch
 
         def arrays(with_weights: bool) -> NamedArrays:
-            return (loop.arrays() if with_weights else loop.outside_arrays()) | loop.random_states()
+            return (loop.arrays() if with_weights else loop.small_arrays()) | loop.random_states()
 
         self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
         effects = self._answer()

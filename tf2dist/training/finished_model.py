@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import flush
-from tf2dist.checkpoint.state import Named, assign, differences, named_variables
+from tf2dist.checkpoint.state import LOSS_SCALE, Named, assign, differences, named_variables
 from tf2dist.errors import CheckpointError, reason_of
 from tf2dist.files import write_whole
 from tf2dist.linux import free_memory
@@ -169,7 +169,7 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     arrays = {name: array for name, array in arrays.items() if name in by_name}
     assign(by_name, {name: array for name, array in arrays.items() if not put(by_name[name][0], array)})
     # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
-    has_count = any(name.startswith(f"{OPTIMIZER}loss_scale/") for name in arrays)
+    has_count = any(name.startswith(LOSS_SCALE) for name in arrays)
     for counter in counters_of(model.optimizer) if not has_count else []:
         counter.assign(step)
 

@@ -78,7 +78,7 @@ class Hooks(Protocol):
             step: the global step.
             logs: the metrics of the epoch by name, as in Keras.
             arrays: returns values by name: the states of random generators, of the variables those that are not the
-                model's, and if its argument is true all others.
+                model's and the counts of a LossScaleOptimizer, and if its argument is true all others.
             state: the state of the callbacks in the checkpoint that the run continues from; for "begin" only.
         """
 

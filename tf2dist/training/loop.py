@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Facts, Frozen, InputFacts, Snapshot
-from tf2dist.checkpoint.state import assign, finalize, values
+from tf2dist.checkpoint.state import LOSS_SCALE, assign, finalize, values
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
@@ -186,9 +186,10 @@ class Loop(abc.ABC):
         """The values of all variables by name."""
         return self._freeze_arrays()()
 
-    def outside_arrays(self) -> dict[str, np.ndarray]:
-        """The values of the variables that are not the model's."""
-        return values({name: variables for name, variables in self.named.items() if name.startswith(OUTSIDE)})
+    def small_arrays(self) -> dict[str, np.ndarray]:
+        """The values of the variables that are not the model's, and the counts of a LossScaleOptimizer."""
+        prefixes = OUTSIDE, LOSS_SCALE
+        return values({name: variables for name, variables in self.named.items() if name.startswith(prefixes)})
 
     def random_states(self) -> dict[str, np.ndarray]:
         """The states of the model's random generators after the steps so far, by name; see `Step`."""
