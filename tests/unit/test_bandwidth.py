@@ -1,11 +1,13 @@
 """What the benchmark measures on limited links, and the tables that it makes of it."""
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.bench import bandwidth
+from tests.bench import bandwidth, growth
 from tests.bench.bandwidth import Look, Setting
+from tests.conftest import PAGES, REPOSITORY
 
 
 def test_the_busiest_way_of_all_links_counts() -> None:
@@ -50,3 +52,24 @@ def test_the_batch_that_computes_as_long_as_it_is_on_the_link() -> None:
     assert bandwidth.core_rate(POINTS) == pytest.approx(1000)
     assert len(rows) == len(bandwidth.CASES)
     assert rows[2] == "| sync_replicas |  | 2 | 2,000 | 0.2 | 200 | 0.02 | 20 |"
+
+
+def test_the_page_has_the_tables_of_what_was_measured() -> None:
+    points = json.loads((REPOSITORY / "docs/bench.json").read_text())["bandwidth"]
+    text = PAGES["docs/scaling.md"]
+    assert growth.page_of(text, points, bandwidth.TABLES) == text
+
+
+def test_the_advice_of_the_page_is_what_was_measured() -> None:
+    points = json.loads((REPOSITORY / "docs/bench.json").read_text())["bandwidth"]
+    text = " ".join(PAGES["docs/scaling.md"].split())
+    rates = {(one["mode"], one["option"], one["batch"], one["mbit"]): one["examples_per_sec"] for one in points}
+    slow = {case[:2]: rate for case, rate in rates.items() if case[2:] == (bandwidth.BATCH_SIZE, 100)}
+    halved, local = ("sync", "cluster.transfer_dtype=bfloat16"), ("sync", "algorithm=local_sgd")
+    ranks = [*sorted(slow, key=lambda case: slow[case], reverse=True)]
+    assert ranks == [local, halved, ("sync", ""), ("async", halved[1]), ("async", ""), ("sync_replicas", "")]
+    assert slow[local] > 20 * slow["sync_replicas", ""], "more than 20 times as fast"
+    assert rates[*local, 100, 1000] > rates[*halved, 100, 1000], "still faster with small batches"
+    assert all(rates[mode, "", 1000, 100] > 9 * rates[mode, "", 100, 100] for mode in ("async", "sync"))
+    assert all(one["used_cores"] < 1 / 3 for one in points if one["mbit"] == 100)
+    assert f"about {float(f'{bandwidth.core_rate(points):.1g}'):,.0f} examples in a second" in text

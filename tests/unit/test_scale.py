@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import growth, scale
+from tests.bench import bandwidth, growth, scale
 from tests.bench.__main__ import read_section, write_section
 from tests.bench.growth import Law, forecast, limits
 from tests.bench.scale import Look, Setting, Usage
@@ -144,4 +144,4 @@ def test_the_page_has_the_tables_of_what_was_measured() -> None:
     points = json.loads((REPOSITORY / "docs/bench.json").read_text())["scale"]
     text = PAGES["docs/scaling.md"]
     assert growth.page_of(text, points) == text
-    assert text.count("written by `make bench`") == len(growth.TABLES)
+    assert text.count("written by `make bench`") == len({**growth.TABLES, **bandwidth.TABLES})
