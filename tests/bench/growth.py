@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.bench.page import header, line, shown
-from tests.bench.scale import DELAY_SECS, PS, PS_WORKERS
+from tests.bench.scale import CALL, DELAY_SECS, PS, PS_WORKERS, WORKERS
 
 Point = dict[str, Any]  # an entry of the section "scale" in bench.json
 FITTED, PREDICTED = (1, 2, 4, 8), (32, 48)  # workers
 MODES, MODELS = ("async", "sync_replicas", "sync"), ("softmax", "2 million")
 ROLES = {"chief": "coordinator", "ps": "ps", "worker": "worker"}
 QUANTITIES = ("cpu_ms", "messages", "kilobytes")
-# The steps in a call of the coordinator: while delays are simulated, and what tf2dist chooses without them.
-MEASURED_CALL, CALLS = 4, {"softmax": 50, "2 million": 10}
+# The steps in a call of the coordinator that tf2dist chooses, if delays are not simulated.
+CALLS = {"softmax": 50, "2 million": 10}
 INHERITED = 2  # descriptors that a task of a local cluster has of each task that was forked before it
 # The hosts of the last table.
 CORES, LINK, OPEN_FILES = 16, 1.25e9, 1024  # bytes per second each way; `ulimit -n` of most systems
@@ -31,7 +31,7 @@ class Term(NamedTuple):
     """What the number of workers does to a quantity."""
 
     text: str
-    value: Callable[[int], float]
+    value: Callable[[float], float]
 
 
 ONE, SHARE = Term("", lambda n: 1.0), Term(" / n", lambda n: 1 / n)
@@ -40,6 +40,11 @@ SYNC_TERMS: dict[str, dict[str, tuple[Term, ...]]] = {
     "softmax": {"cpu_ms": (ONE, OTHERS), "messages": (OTHERS,), "kilobytes": (OTHERS,)},
     "2 million": {"cpu_ms": (ONE, PARTS), "messages": (PARTS, OTHERS), "kilobytes": (PARTS,)},
 }
+
+
+def step_of(point: Point) -> float:
+    """The seconds of a worker's step."""
+    return float((point["workers"] if point["mode"] == "async" else 1) / point["steps_per_sec"])
 
 
 def per_batch(point: Point, role: str, quantity: str) -> float:
@@ -52,11 +57,14 @@ class Law:
 
     Args:
         points: of all clusters.
+        fitted: the numbers of workers from which it is concluded.
     """
 
-    def __init__(self, points: Sequence[Point], mode: str, model: str) -> None:
-        self.mode, self.model = mode, model
-        own = [one for one in points if (one["mode"], one["model"]) == (mode, model)]
+    def __init__(self, points: Sequence[Point], mode: str, model: str, fitted: Sequence[int] = FITTED) -> None:
+        self.mode, self.model, self._fitted = mode, model, fitted
+        both = [one for one in points if (one["mode"], one["model"]) == (mode, model)]
+        own = [one for one in both if one["delay_secs"] == DELAY_SECS]
+        self._long = next((one for one in both if one["delay_secs"] > DELAY_SECS), None)
         self.measured = {one["workers"]: one for one in own if one["ps"] <= 1}
         self._by_ps = {one["ps"]: one for one in own if one["workers"] == PS_WORKERS}
         self.roles = [role for role in ROLES if role in own[0]["roles"]]
@@ -66,12 +74,31 @@ class Law:
 
     def constants(self, role: str, quantity: str) -> list[float]:
         """The factors of the terms."""
-        values = {n: per_batch(self.measured[n], role, quantity) for n in FITTED if n in self.measured}
-        return fit({n: value for n, value in values.items() if value}, self.terms(quantity))
+        points = [self.measured[n] for n in self._fitted if n in self.measured]
+        values = {self._place(one["workers"], step_of(one)): per_batch(one, role, quantity) for one in points}
+        return fit({place: value for place, value in values.items() if value}, self.terms(quantity))
 
-    def at(self, workers: int, role: str, quantity: str) -> float:
-        pairs = zip(self.constants(role, quantity), self.terms(quantity), strict=True)
-        return sum(constant * term.value(workers) for constant, term in pairs)
+    def _place(self, workers: int, step_secs: float) -> float:
+        """Where a cluster stands in the law: with fewer steps a second, what is done in any case is shared by fewer."""
+        return workers if self.mode == "sync" else workers * DELAY_SECS / step_secs
+
+    def idle(self) -> float:
+        """Milliseconds that each second costs a worker, whatever it does; found with steps that take longer."""
+        if not self._long:
+            return 0.0
+        role, quantity, step_secs = "worker", "cpu_ms", step_of(self._long)
+        more = per_batch(self._long, role, quantity) - self._without_idle(PS_WORKERS, role, quantity, step_secs)
+        return max(0.0, more / (step_secs - DELAY_SECS))
+
+    def _without_idle(self, workers: int, role: str, quantity: str, step_secs: float) -> float:
+        place, terms = self._place(workers, step_secs), self.terms(quantity)
+        pairs = zip(self.constants(role, quantity), terms, strict=True)
+        return sum(constant * term.value(place) for constant, term in pairs)
+
+    def at(self, workers: int, role: str, quantity: str, step_secs: float = DELAY_SECS) -> float:
+        """What a batch costs if a worker's step takes so long."""
+        more = self.idle() * (step_secs - DELAY_SECS) if (role, quantity) == ("worker", "cpu_ms") else 0.0
+        return self._without_idle(workers, role, quantity, step_secs) + more
 
     def text(self, role: str, quantity: str) -> str:
         """For example "0.24 + 2.7 / n"."""
@@ -83,7 +110,7 @@ class Law:
 
     def split(self) -> tuple[float, float]:
         """Milliseconds of the ps for a batch: of each call, and of all bytes, which several ps share."""
-        costs = {ps: per_batch(point, "ps", "cpu_ms") for ps, point in self._by_ps.items()}
+        costs = {float(ps): per_batch(point, "ps", "cpu_ms") for ps, point in self._by_ps.items()}
         per_byte, per_call = fit(costs, (ONE, Term("", lambda ps: ps)))
         return per_call, per_byte
 
@@ -96,7 +123,7 @@ class Law:
         return int(last - slope * many + own * workers)
 
 
-def fit(values: dict[int, float], terms: Sequence[Term]) -> list[float]:
+def fit(values: dict[float, float], terms: Sequence[Term]) -> list[float]:
     """The factors of terms of n, by least squares of the relative errors; `values`: by n.
 
     What grows with n costs nothing at least: where it is lost in the noise its factor is 0.
@@ -110,6 +137,11 @@ def fit(values: dict[int, float], terms: Sequence[Term]) -> list[float]:
 
 def laws(points: Sequence[Point]) -> Iterator[Law]:
     return (Law(points, mode, model) for model in MODELS for mode in MODES)
+
+
+def of_all_sizes(points: Sequence[Point], law: Law) -> Law:
+    """The law concluded from all clusters: what a message costs is too little to be found with 8 workers."""
+    return Law(points, law.mode, law.model, WORKERS)
 
 
 def measured_table(points: Sequence[Point]) -> list[str]:
@@ -132,11 +164,14 @@ def measured_table(points: Sequence[Point]) -> list[str]:
 def costs_table(points: Sequence[Point]) -> list[str]:
     """What a batch costs each role, and what one core takes."""
     lines = header("mode", "model", "role", "processor, ms", "messages", "KB", "batches/s of one core")
-    for law in laws(points):
+    found = list(laws(points))
+    found += [of_all_sizes(points, law) for law in found if law.mode == "sync"]
+    for law in found:
         for role in law.roles:
             texts = [law.text(role, quantity) for quantity in QUANTITIES]
             at_most = 1000 / law.at(PS_WORKERS, role, "cpu_ms")
-            lines.append(line(law.mode, law.model, ROLES[role], *texts, f"{at_most:,.0f}"))
+            name = ROLES[role] + (f", from 1 to {WORKERS[-1]}" if law in found[len(MODES) * len(MODELS) :] else "")
+            lines.append(line(law.mode, law.model, name, *texts, f"{at_most:,.0f}"))
     return lines
 
 
@@ -144,30 +179,27 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
 
 
-def predictions(points: Sequence[Point]) -> Iterator[tuple[Law, int, str, str, float, float]]:
-    """Each quantity of a large cluster, as the small ones foretell it and as it was measured."""
+def predictions(points: Sequence[Point]) -> Iterator[tuple[Law, str, str, float, float]]:
+    """Each quantity of a large cluster, as the small ones foretell it for the steps a second that it reached, and real.
+
+    In the order of the columns of the table.
+    """
     for law in laws(points):
         for role in law.roles:
             for quantity in QUANTITIES:
                 for n in PREDICTED:
-                    if n in law.measured:
-                        yield (
-                            law,
-                            n,
-                            role,
-                            quantity,
-                            law.at(n, role, quantity),
-                            per_batch(law.measured[n], role, quantity),
-                        )
+                    if one := law.measured.get(n):
+                        expected = law.at(n, role, quantity, step_of(one))
+                        yield law, role, quantity, expected, per_batch(one, role, quantity)
 
 
 def predictions_table(points: Sequence[Point]) -> list[str]:
     """By mode, model and role a row: foretold and measured, and their ratio."""
     cells: dict[tuple[str, str, str], list[str]] = {}
-    for law, _, role, _, foretold, real in predictions(points):
-        row = cells.setdefault((law.mode, law.model, ROLES[role]), [])
-        mark = "" if is_close(foretold, real) else "**"
-        row.append(f"{digits(foretold)}, {digits(real)} ({mark}{foretold / real:.2f}{mark})")
+    for law, role, _, expected, real in predictions(points):
+        mark = "" if is_close(expected, real) else "**"
+        text = f"{digits(expected)}, {digits(real)} ({mark}{expected / real:.2f}{mark})"
+        cells.setdefault((law.mode, law.model, ROLES[role]), []).append(text)
     names = [f"{name} at {n}" for name in ("ms", "messages", "KB") for n in PREDICTED]
     return header("mode", "model", "role", *names) + [line(*key, *row) for key, row in cells.items()]
 
@@ -177,18 +209,19 @@ def is_close(foretold: float, real: float) -> bool:
 
 
 class Limits(NamedTuple):
-    """Batches per second beyond which a part of an asynchronous cluster gives up, with one ps."""
+    """How many workers use up a part of an asynchronous cluster with one ps."""
 
     coordinator: float
     ps_core: float
     ps_link: float
 
 
-def limits(law: Law, bytes_per_sec: float, steps_per_call: int) -> Limits:
+def limits(law: Law, step_secs: float, bytes_per_sec: float, steps_per_call: int) -> Limits:
     """Of one core of the coordinator, of one core of the ps, and of the ps's link."""
-    call_ms = law.constants("chief", "cpu_ms")[0] * MEASURED_CALL
-    ps_ms, kilobytes = (law.constants("ps", quantity)[0] for quantity in ("cpu_ms", "kilobytes"))
-    return Limits(1000 * steps_per_call / call_ms, 1000 / ps_ms, bytes_per_sec / (kilobytes * 1000 / 2))
+
+    chief_ms, ps_ms = (law.constants(role, "cpu_ms")[0] for role in ("chief", "ps"))
+    link = bytes_per_sec / (law.constants("ps", "kilobytes")[0] * 1000 / 2) * step_secs
+    return Limits(1000 / (chief_ms * CALL / steps_per_call) * step_secs, 1000 / ps_ms * step_secs, link)
 
 
 def limits_table(points: Sequence[Point]) -> list[str]:
@@ -198,8 +231,8 @@ def limits_table(points: Sequence[Point]) -> list[str]:
     for model in MODELS:
         law = Law(points, "async", model)
         for secs in (0.01, 0.1, 1.0):
-            core, ps, slow = limits(law, LINK / 10, CALLS[model])
-            workers = [digits(float(f"{rate * secs:.2g}")) for rate in (core, ps, slow, 10 * slow)]
+            core, ps, slow = limits(law, secs, LINK / 10, CALLS[model])
+            workers = [digits(float(f"{number:.2g}")) for number in (core, ps, slow, 10 * slow)]
             lines.append(line(model, f"{secs * 1000:,.0f} ms", *workers))
     return lines
 
@@ -230,7 +263,7 @@ def forecast(law: Law, workers: int, step_secs: float = DELAY_SECS) -> Forecast:
     )
 
 
-def step_of(law: Law, workers: int, step_secs: float) -> float:
+def expected_step(law: Law, workers: int, step_secs: float) -> float:
     """The seconds of a worker's step that waits for no other: its own work, that of the ps for it, and its bytes."""
     busy = sum(law.at(workers, role, "cpu_ms") for role in law.roles if role != "chief") / 1000
     one_way = law.at(workers, "worker", "kilobytes") * 1000 / 2
@@ -239,18 +272,18 @@ def step_of(law: Law, workers: int, step_secs: float) -> float:
 
 
 def forecast_async(law: Law, workers: int, step_secs: float) -> Forecast:
-    wanted = workers / step_of(law, workers, step_secs)
-    one = limits(law, LINK, CALLS[law.model])
-    per_call, shared = law.split() if law.model != "softmax" else (1000 / one.ps_core, 0.0)
-    ps = math.ceil(wanted / one.ps_link)
+    step = expected_step(law, workers, step_secs)
+    one = limits(law, step, LINK, CALLS[law.model])
+    per_call, shared = law.split() if law.model != "softmax" else (1000 / one.ps_core * step, 0.0)
+    ps = math.ceil(workers / one.ps_link)
     shares = {
-        "coordinator's core": wanted / one.coordinator,
-        "cores of a ps": wanted * (per_call + shared / ps) / 1000 / CORES,
-        "link of a ps": wanted / one.ps_link / ps,
+        "coordinator's core": workers / one.coordinator,
+        "cores of a ps": workers / step * (per_call + shared / ps) / 1000 / CORES,
+        "link of a ps": workers / one.ps_link / ps,
         "open files of a ps": law.open_files("ps", workers) / OPEN_FILES,
     }
     rates = [share for part, share in shares.items() if not part.startswith("open")]
-    return Forecast(ps, wanted / max(1.0, *rates), workers - 1, shares)
+    return Forecast(ps, workers / step / max(1.0, *rates), workers - 1, shares)
 
 
 def forecast_sync_replicas(law: Law, workers: int, step_secs: float) -> Forecast:
@@ -271,7 +304,7 @@ def forecast_sync_replicas(law: Law, workers: int, step_secs: float) -> Forecast
 
 
 def forecast_sync(law: Law, workers: int, step_secs: float) -> Forecast:
-    step = step_of(law, workers, step_secs)
+    step = expected_step(law, workers, step_secs)
     shares = {
         "link of a worker": law.at(workers, "worker", "kilobytes") * 1000 / 2 / LINK / step,
         "open files of a worker": law.open_files("worker", workers) / OPEN_FILES,
@@ -295,7 +328,7 @@ def forecast_table(points: Sequence[Point]) -> list[str]:
         *("mode", "model", "workers", "ps", "steps/s", "of the ideal", "staleness", "messages/s of a ps or worker"),
         *("closest to its limit", "what helps"),
     )
-    for law in laws(points):
+    for law in (of_all_sizes(points, law) if law.mode == "sync" else law for law in laws(points)):
         for workers in (100, 1000):
             found = forecast(law, workers)
             batches = found.steps_per_sec * (1 if law.mode == "async" else workers)

@@ -27,8 +27,10 @@ from tests.bench.links import SOCKETS
 WORKERS = (1, 2, 4, 8, 16, 32, 48)
 PS, PS_WORKERS = (1, 2, 4, 8), 8
 DELAY_SECS, BATCH_SIZE = 0.1, 32
+CALL = 4  # steps, as tf2dist chooses with these delays
+LONG_DELAY_SECS = 0.4  # PS_WORKERS workers are measured with this, too
 GB_OF_A_WORKER = 0.3  # at most
-WINDOW_SECS, WINDOW_UPDATES = 10.0, 20  # what is measured takes at least so long, and has so many updates
+WINDOW_SECS, WINDOW_UPDATES = 10.0, 40  # what is measured takes at least so long, and has so many updates
 TIMEOUT_SECS = 600.0
 ROLE = re.compile(r"/(chief|ps|worker)-\d+\.log$")
 FACTS = ("date", "processor", "cores", "tensorflow", "rounds")
@@ -43,13 +45,14 @@ class Setting:
     model: str
     workers: int
     ps: int
+    delay_secs: float = DELAY_SECS
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.workers} workers, {self.ps} ps"
+        return f"{self.name}, {self.workers} workers, {self.ps} ps, {self.delay_secs:g} s"
 
     @classmethod
     def of(cls, point: dict[str, Any]) -> "Setting":
-        return cls(*(point[name] for name in ("mode", "model", "workers", "ps")))
+        return cls(*(point[name] for name in ("mode", "model", "workers", "ps", "delay_secs")))
 
     @property
     def name(self) -> str:
@@ -58,16 +61,17 @@ class Setting:
     @property
     def ideal(self) -> float:
         """The updates in a second if a step took nothing but the delay."""
-        return (self.workers if self.mode == "async" else 1) / DELAY_SECS
+        return (self.workers if self.mode == "async" else 1) / self.delay_secs
 
     def options(self) -> list[str]:
-        delays = ",".join([str(DELAY_SECS)] * self.workers)
+        delays = ",".join([f"{self.delay_secs:g}"] * self.workers)
         more = [f"plugins=[{SOCKETS}]"] if self.mode == "sync" else [f"cluster.num_ps={self.ps}"]
         if self.ps > 1:
             more.append("cluster.placement=partitioned")  # each ps has a part of each large variable
         return [
             *(f"mode={self.mode}", *model_of(self.model), "optimizer=sgd", *cluster_of(self.workers), *more),
-            *(f"simulate.delay_secs=[{delays}]", f"train.batch_size_per_worker={BATCH_SIZE}", "train.steps=1000000"),
+            *(f"simulate.delay_secs=[{delays}]", f"train.steps_per_execution={CALL}", "train.steps=1000000"),
+            f"train.batch_size_per_worker={BATCH_SIZE}",
         ]
 
 
@@ -75,9 +79,11 @@ def settings(workers: Sequence[int]) -> Iterator[Setting]:
     """All that are measured for these numbers of workers."""
     for model in ("softmax", "2 million"):
         for mode in ("async", "sync_replicas", "sync"):
-            yield from (Setting(mode, model, number, 0 if mode == "sync" else 1) for number in workers)
-            if mode != "sync" and PS_WORKERS in workers:
-                yield from (Setting(mode, model, PS_WORKERS, number) for number in PS[1:])
+            ps = 0 if mode == "sync" else 1
+            yield from (Setting(mode, model, number, ps) for number in workers)
+            if PS_WORKERS in workers:
+                yield from (Setting(mode, model, PS_WORKERS, number) for number in PS[1:] if ps)
+                yield Setting(mode, model, PS_WORKERS, ps, LONG_DELAY_SECS)
 
 
 @dataclass
@@ -203,7 +209,7 @@ def median_of(rounds: Sequence[Any]) -> Any:
 
 
 def order_of(point: dict[str, Any]) -> tuple[Any, ...]:
-    return point["mode"], point["model"], point["ps"], point["workers"]
+    return tuple(point[name] for name in ("mode", "model", "delay_secs", "ps", "workers"))
 
 
 def line_of(point: dict[str, Any]) -> str:

@@ -29,10 +29,13 @@ def test_the_processor_time_of_a_process_has_that_of_all_its_threads() -> None:
     assert scale.process_secs(os.getpid()) > begin
 
 
-def test_each_mode_is_measured_with_all_workers_and_two_of_them_with_more_ps() -> None:
-    few = [(one.mode, one.workers, one.ps) for one in scale.settings([1, 8]) if one.model == "softmax"]
-    ps = [("async", 1, 1), ("async", 8, 1), *(("async", 8, ps) for ps in (2, 4, 8))]
-    assert few == [*ps, *(("sync_replicas", *others) for _, *others in ps), ("sync", 1, 0), ("sync", 8, 0)]
+def test_each_mode_is_measured_with_all_workers_and_some_of_them_in_other_ways() -> None:
+    found = [one for one in scale.settings([1, 8]) if one.model == "softmax"]
+    for mode in ("async", "sync_replicas"):
+        own = [(one.workers, one.ps, one.delay_secs) for one in found if one.mode == mode]
+        assert own == [(1, 1, 0.1), (8, 1, 0.1), *((8, ps, 0.1) for ps in (2, 4, 8)), (8, 1, 0.4)]
+    own = [(one.workers, one.ps, one.delay_secs) for one in found if one.mode == "sync"]
+    assert own == [(1, 0, 0.1), (8, 0, 0.1), (8, 0, 0.4)]
 
 
 def test_rounds_have_a_median_of_each_figure() -> None:
@@ -63,8 +66,21 @@ def cluster(
         | {name: cost * batches for name, cost in zip(growth.QUANTITIES, own, strict=True)}
         for role, own in costs.items()
     }
-    figures = {"steps_per_sec": 10.0, "efficiency": 1.0, "start_secs": 5.0, "used_gb": 1.0}
-    return {"mode": mode, "model": model, "workers": workers, "ps": num_ps, "roles": roles, **figures}
+    figures = {
+        "steps_per_sec": 10.0 * (workers if mode == "async" else 1),
+        "efficiency": 1.0,
+        "start_secs": 5.0,
+        "used_gb": 1.0,
+    }
+    return {
+        "mode": mode,
+        "model": model,
+        "workers": workers,
+        "ps": num_ps,
+        "delay_secs": 0.1,
+        "roles": roles,
+        **figures,
+    }
 
 
 def served(mode: str, model: str, workers: int, ps: int = 1) -> dict[str, Any]:
@@ -106,8 +122,18 @@ def test_noise_is_not_taken_for_a_cost_that_shrinks() -> None:
 
 
 def test_the_limits_follow_from_the_costs() -> None:
-    core, ps, link = limits(Law(POINTS, "async", "softmax"), 1e9, steps_per_call=8)
-    assert (core, ps, link) == pytest.approx((20_000, 250, 2_000)), "calls of 8 steps cost half of those of 4"
+    core, ps, link = limits(Law(POINTS, "async", "softmax"), 0.1, 1e9, steps_per_call=8)
+    assert (core, ps, link) == pytest.approx((2000, 25, 200)), "calls of 8 steps cost half of those of 4"
+
+
+def test_a_worker_costs_something_while_it_waits() -> None:
+    """Here 5 ms a second: 2 ms of them are in a batch that takes 0.4 s rather than 0.1 s."""
+    idle = served("async", "softmax", 8) | {"delay_secs": 0.4, "steps_per_sec": 20.0}
+    idle["roles"]["worker"]["cpu_ms"] = 2 + 5 * 0.3
+    law = Law([*POINTS, idle], "async", "softmax")
+    assert law.idle() == pytest.approx(5)
+    assert law.at(32, "worker", "cpu_ms", 0.3) == pytest.approx(2 + 5 * 0.2)
+    assert law.at(32, "ps", "cpu_ms", 0.4) == pytest.approx(4 + 4 * 2 / 32), "4 times as few batches share it"
 
 
 def test_the_first_part_that_gives_up_is_found() -> None:
