@@ -16,7 +16,7 @@ import pytest
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError, TrainingError
-from tf2dist.fitting import readers, shipping
+from tf2dist.fitting import shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.fitting.session import FitSession
@@ -232,6 +232,41 @@ def test_what_the_begin_of_an_epoch_changes_is_not_changed_again_by_a_resumed_ru
     assert second.epochs == [0, 1, 2]
 
 
+class Finishing(keras.callbacks.Callback):  # type: ignore[misc]
+    """Changes a weight at the end of the training, and counts."""
+
+    ended = 0
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.ended += 1
+        self.model.layers[0].bias.assign_add([1.0])
+
+
+def test_what_the_end_changes_is_not_changed_again_by_a_call_that_trains_nothing(tmp_path: Path) -> None:
+    def first(leader: Leader) -> CallbackEffects:
+        leader.call("begin", 0, 0)
+        leader.call("epoch", 0, 10, loss=1.0)
+        return leader.call("end", 1, 10)
+
+    def again(leader: Leader) -> CallbackEffects:
+        leader.arrays, leader.state = leader.arrays | saved.arrays, saved.state or {}
+        leader.call("begin", 1, 10)
+        return leader.call("end", 1, 10)
+
+    def longer(leader: Leader) -> CallbackEffects:
+        leader.arrays, leader.state = leader.arrays | saved.arrays, saved.state or {}
+        leader.call("begin", 1, 10)
+        leader.call("epoch", 1, 20, loss=1.0)
+        return leader.call("end", 2, 20)
+
+    saved = Leader(tmp_path, [Finishing()], epochs=1).run(first)
+    assert saved.arrays["model/only/bias"].tolist() == [1.0]
+    repeated = Leader(tmp_path, [callback := Finishing()], epochs=1).run(again)
+    assert (repeated.arrays, callback.ended) == ({}, 1)
+    trained = Leader(tmp_path, [Finishing()], epochs=2).run(longer)
+    assert trained.arrays["model/only/bias"].tolist() == [2.0]
+
+
 def test_an_answer_to_an_earlier_leader_is_ignored(tmp_path: Path) -> None:
     def script(leader: Leader) -> CallbackEffects:
         leader.inbox.answers.put(HookAnswer(1, True, (), "", ""))
@@ -269,11 +304,8 @@ class Order(keras.callbacks.CSVLogger):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("update_freq", ["batch", 2, "epoch"])
-def test_hooks_are_called_in_the_order_of_keras(
-    update_freq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_are_called_in_the_order_of_keras(update_freq: Any, tmp_path: Path) -> None:
     """Progress is also told before the first step, and again after an epoch, its validation and the whole run."""
-    monkeypatch.setattr(readers, "WITHOUT_WEIGHTS", (*readers.WITHOUT_WEIGHTS, Order))
     ours, theirs = Order(), Order()
 
     def script(leader: Leader) -> None:
@@ -292,6 +324,7 @@ def test_hooks_are_called_in_the_order_of_keras(
         progress(4)
 
     leader = Leader(tmp_path, [ours, keras.callbacks.TensorBoard(str(tmp_path), update_freq=update_freq)])
+    leader.callbacks.needs_pauses = False  # as for callbacks of Keras
     leader.run(script)
     data = np.zeros((4, 2)), np.zeros((4, 1))
     leader.model.fit(*data, 2, epochs=2, callbacks=[theirs], validation_data=data, verbose=0)

@@ -57,17 +57,68 @@ def closure(held: Any) -> Any:
     return lambda epoch, rate: rate if held else 0.0
 
 
-@pytest.mark.parametrize("function", [halve, repeat, closure(1.0), lambda epoch, logs: print(epoch, logs)])
+def closure_without_value() -> Any:
+    def look_later(epoch: int, rate: float) -> float:
+        return float(model.count_params())
+
+    if not MODEL:
+        model = MODEL
+    return look_later
+
+
+LATER = None
+
+
+def look_at_what_comes_later(epoch: int, rate: float) -> float:
+    return float(LATER.count_params())  # type: ignore[attr-defined]
+
+
+def look_at_what_is_not_there_yet(epoch: int, rate: float) -> float:
+    return float(made_later.count_params())  # type: ignore[name-defined]  # noqa: F821
+
+
+def look_at_itself(epoch: int, rate: float) -> float:
+    return float(look_at_itself.model.count_params())  # type: ignore[attr-defined]
+
+
+look_at_itself.model = MODEL  # type: ignore[attr-defined]
+
+
+@functools.wraps(math.sqrt)
+def look_like_a_library(epoch: int, rate: float) -> float:
+    return float(MODEL.count_params())
+
+
+def call_in_turn(epoch: int, rate: float) -> float:
+    return call_back(epoch - 1, rate) if epoch else rate
+
+
+def call_back(epoch: int, rate: float) -> float:
+    return call_in_turn(epoch, rate)
+
+
+@pytest.mark.parametrize(
+    "function", [halve, repeat, call_in_turn, closure(1.0), lambda epoch, logs: print(epoch, logs)]
+)
 def test_a_function_that_reaches_no_model(function: Any) -> None:
     assert reaches_no_model(function)
 
 
-SEES = [look, look_deeper, look_inside, look_by_import, look_by_name, look_by_default, look_within]
+SEES = [
+    *(look, look_deeper, look_inside, look_by_import, look_by_name, look_by_default, look_within, look_at_itself),
+    *(look_at_what_comes_later, look_at_what_is_not_there_yet, look_like_a_library, closure(look_like_a_library)),
+    *(
+        closure_without_value(),
+        closure(MODEL),
+        closure([MODEL]),
+        functools.partial(halve, 0),
+        MODEL.count_params,
+        MODEL,
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "function", [*SEES, closure(MODEL), closure([MODEL]), functools.partial(halve, 0), MODEL.count_params, MODEL]
-)
+@pytest.mark.parametrize("function", SEES)
 def test_a_function_that_may_reach_one(function: Any) -> None:
     assert not reaches_no_model(function)
 
@@ -79,6 +130,15 @@ class Prints(keras.callbacks.Callback):  # type: ignore[misc]
 
 class Checkpoints(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     pass
+
+
+class Terminates(keras.callbacks.TerminateOnNaN):  # type: ignore[misc]
+    pass
+
+
+def with_own_hook(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+    callback.on_epoch_end = look
+    return callback
 
 
 ALL = set(HOOKS)
@@ -103,10 +163,13 @@ def cases(folder: Path) -> list[tuple[keras.callbacks.Callback, set[str]]]:
         (kinds.LambdaCallback(on_train_end=lambda logs: print(MODEL.get_weights())), {"end"}),
         (Prints(), {"epoch"}),
         (kinds.Callback(), set()),
+        (kinds.TerminateOnNaN(), {"begin", "epoch"}),
+        (Terminates(), {"begin", "epoch", "pause"}),
+        (with_own_hook(kinds.CSVLogger(str(folder / "a.csv"))), {"begin", "epoch", "end"}),
     ]
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(19))
 def test_the_calls_in_which_a_callback_needs_the_weights(number: int, tmp_path: Path) -> None:
     callback, expected = cases(tmp_path)[number]
     assert calls_with_weights([callback]) == expected, type(callback)

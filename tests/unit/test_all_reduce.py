@@ -270,6 +270,8 @@ def test_a_lost_worker_ends_the_call_of_the_others(size: int, num_workers: int, 
         with pytest.raises(LostWorkerError) as raised:
             worker(np.ones(size, np.float32))
         assert worker.lost is raised.value
+        time.sleep(0.2)  # until its process ends
+        worker.close()  # others may wait for it
         return raised.value.index
 
     timer = threading.Timer(0.2, workers[last].close)

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,31 @@ def test_the_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         disk.save(snapshot(4), lambda text: None)
     assert steps_on(disk) == [2]
+
+
+def changed(step: int) -> Snapshot:
+    before = snapshot(step)
+    return replace(before, arrays={name: array + 1 for name, array in before.arrays.items()})
+
+
+def test_a_step_that_was_saved_is_saved_again_if_it_has_changed(tmp_path: Path) -> None:
+    """At the end of a training callbacks may change weights; a full disk delays that, and forgets nothing."""
+    sent: list[Any] = []
+    disk = Disk(tmp_path)
+    disk.full = False
+    saver = Saver(disk, None, ToLauncher("chief-0", sent.append))
+    saver.save(lambda: frozen(1))
+    saver.wait()
+    assert saver.saved_arrays(1) is not None
+    disk.full = True
+    saver.save(lambda: lambda: changed(1), replaces=True)
+    assert saver.saved_arrays(1) is None, "what was saved before is not what the run is"
+    assert_same(disk.newest(fail), snapshot(1))
+    disk.full = False
+    saver.retry(1, lambda: lambda: changed(1))
+    assert saver.saved_step == 1
+    assert_same(disk.newest(fail), changed(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
 def test_saving_by_time_can_be_switched_off(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Checkpoints:
         """Writes a checkpoint, and then removes the oldest ones beyond `keep`.
 
         Args:
-            replaces: whether another one of this step is not the same.
+            replaces: whether to replace a checkpoint of the same step.
             notify_removed: if given, older checkpoints except for the newest whole one are removed when the disk
                 is full, and it takes a line about each.
         """
@@ -99,11 +99,13 @@ class Checkpoints:
             part.mkdir(mode=0o700)
             write(part, snapshot)
             # Another one is damaged, and the run went back and has come to this step again, or it is to be replaced.
+            aside = self._aside(path)
             if os.path.lexists(path):
-                self._remove(path)
+                path.rename(aside)
             # The rename is atomic, and comes after the files are on the disk: nobody ever sees a part of them.
             part.rename(path)
             flush(self.folder)
+            _discard(aside)
         finally:
             _discard(part)
 
@@ -139,10 +141,13 @@ class Checkpoints:
     def _remove(self, path: Path) -> None:
         """Removes a checkpoint, or leaves it where that fails."""
         # The rename first: a process that is killed while it removes files must leave no half checkpoint.
-        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+        temporary = self._aside(path)
         with contextlib.suppress(OSError):  # a failure to tidy up must not stop a training
             path.rename(temporary)
             _discard(temporary)
+
+    def _aside(self, path: Path) -> Path:
+        return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
 
     def clean(self) -> None:
         """Removes what a killed process has left; must be called while nobody else saves here."""
@@ -214,7 +219,7 @@ class NoSaver:
 
         Args:
             stopping: whether the run is being stopped; then, on a full disk, older checkpoints are removed.
-            replaces: whether what is saved of this step is not the same.
+            replaces: whether to replace a checkpoint of the same step.
         """
 
     def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
@@ -260,23 +265,26 @@ class Saver(NoSaver):
         self._due_at = clock() + self._every_secs
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._replaces = False  # whether a checkpoint of the step that comes next is to be replaced
 
     def due(self) -> bool:
         return self._clock() >= self._due_at and (self._writing is None or self._writing.done())
 
     def save(self, freeze: Callable[[], Frozen], stopping: bool = False, replaces: bool = False) -> None:
         self.wait()
+        if replaces:  # until that is done, nothing is saved of this step
+            self.saved_step, self._replaces = None, True
         # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
         frozen = self._frozen(freeze, self._to_launcher.warn if stopping else None)
         if frozen and stopping:
-            self._write(frozen, stopping, self._to_launcher.warn, replaces)
+            self._write(frozen, stopping, self._to_launcher.warn)
         elif frozen:
-            self._writing = self._thread.submit(self._write, frozen, stopping, None, replaces)
+            self._writing = self._thread.submit(self._write, frozen, stopping, None)
 
     def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         self.wait()
         if self.saved_step != step and (frozen := self._frozen(freeze, self._to_launcher.warn)):
-            self._write(frozen, False, self._to_launcher.warn, False)
+            self._write(frozen, False, self._to_launcher.warn)
 
     def _frozen(self, freeze: Callable[[], Frozen], notify_removed: Notify | None) -> Frozen | None:
         """The result of `freeze`, or None: large tables are frozen in files, for which there may be no room."""
@@ -297,14 +305,14 @@ class Saver(NoSaver):
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, frozen: Frozen, stopping: bool, notify_removed: Notify | None, replaces: bool) -> None:
+    def _write(self, frozen: Frozen, stopping: bool, notify_removed: Notify | None) -> None:
         snapshot = frozen()
         try:
-            self._checkpoints.save(snapshot, notify_removed, replaces)
+            self._checkpoints.save(snapshot, notify_removed, self._replaces)
         except OSError as error:
             self._failed(f"step {snapshot.step}", error)
         else:
-            self.saved_step = snapshot.step
+            self.saved_step, self._replaces = snapshot.step, False
             self._to_launcher.send(Saved(snapshot.step, stopping))
 
     def _failed(self, what: str, error: OSError) -> None:

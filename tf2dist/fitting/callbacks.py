@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -28,6 +29,7 @@ from tf2dist.model.source import EpochPlan
 from tf2dist.training.hooks import CallbackEffects, NamedArrays
 
 TEXT = "callbacks"  # the name of the array that holds everything but the arrays, as JSON in UTF-8
+ENDED = "ended"  # the name of the array that says that the last hook was called
 BEGUN = "begun"  # the name of the array that holds the last epoch whose first hook was called
 NUMBERS = "biufc"
 Text = dict[str, dict[str, Any]]  # attributes by callback
@@ -227,6 +229,7 @@ class Callbacks:
         # run whose tasks all start again begins from it.
         self._at_begin: NamedArrays | None = None
         self._epoch, self._begun = plan.initial_epoch, -1
+        self._ended_with: NamedArrays = {}  # the state in the checkpoint of a run that had ended, until more is trained
         self._step = 0  # the global step after which hooks were called last
         self._logs: dict[str, Any] = {}
         self._not_finite: dict[str, Any] = {}
@@ -287,6 +290,7 @@ class Callbacks:
             restore(self._list.callbacks, self._at_begin)
             self.is_over = False
         restore(self._list.callbacks, state)
+        self._ended_with = state if ENDED in state else {}
         self._begin_epoch(epoch)
         if BEGUN in state and int(state[BEGUN]) == epoch:
             # The checkpoint was made after this hook, which is called again for what no checkpoint holds, such as a
@@ -300,7 +304,7 @@ class Callbacks:
     ) -> CallbackEffects:
         """Calls the hooks after an epoch and its validation, and those that begin the next epoch, if there is one."""
         self._mirror.put(arrays, learning_rates, step)
-        self._epoch, self._step, self._logs = epoch, step, dict(logs)
+        self._epoch, self._step, self._logs, self._ended_with = epoch, step, dict(logs), {}
         # Keras gives the hooks of a validation its metrics without the prefix, as it does for `evaluate`.
         validation = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
         if validation:
@@ -363,7 +367,11 @@ class Callbacks:
         """Calls `on_train_end`, with the weights that the cluster evaluates next."""
         self._mirror.put(arrays, learning_rates, step)
         self.end()
-        return self._effects()
+        if self._ended_with:  # what the hook does to weights, rates and its own numbers has been done already
+            self._mirror.put(arrays, learning_rates, step)
+            restore(self._list.callbacks, self._ended_with)
+        effects = self._effects()
+        return replace(effects, state={**(effects.state or {}), ENDED: np.array(True)})
 
     def end(self) -> None:
         """Calls `on_train_end` if the training has begun and has not ended yet."""

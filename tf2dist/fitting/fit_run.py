@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import keras
 
-from tf2dist.checkpoint.snapshot import VARIABLES, Snapshot
+from tf2dist.checkpoint.snapshot import VARIABLES, read
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.cluster.addresses import exposure_warning
 from tf2dist.cluster.spec import Place
@@ -30,11 +30,12 @@ from tf2dist.errors import (
     TaskLostError,
     TfDistError,
     kind_of,
+    reason_of,
 )
 from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
-from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.mirror import Mirror, RatesAndSeeds
 from tf2dist.fitting.readers import calls_with_weights
 from tf2dist.fitting.request import (
     FitArguments,
@@ -181,10 +182,15 @@ class FitRun:
 
     def _run_in(self, job: Path) -> Result:
         given, name = self.arguments.model, name_of(self.arguments.model)
-        calls, tables = calls_with_weights(self.arguments.callbacks), Tables(job / shipping.TABLES)
+        tables = Tables(job / shipping.TABLES)
         # A model that is given is trained in place, and one that callbacks look at has all of its weights.
-        is_whole = isinstance(given, keras.Model) or bool(calls)
-        with nullcontext() if is_whole else tables.left_empty():
+        needs_weights = isinstance(given, keras.Model) or bool(calls_with_weights(self.arguments.callbacks))
+        in_place = nullcontext if needs_weights else tables.left_empty
+        with in_place():
+            model = local_model(given, self.splits.layout)
+        calls = calls_with_weights(self.arguments.callbacks)
+        if calls and tables.num_made:  # a function has got to know the model while it was made
+            tables, in_place = Tables(job / shipping.TABLES), nullcontext
             model = local_model(given, self.splits.layout)
         if not tables.num_made:
             calls.add("end")  # for the result
@@ -198,7 +204,8 @@ class FitRun:
         copy = shipping.ship(job, given, name, self.splits, self.plan, calls_with_weights=calls)
         if not self.place.leads:
             return self._follow(job)
-        mirror_of_own = Mirror(model, copy, self.splits.layout)
+        with in_place():
+            mirror_of_own = Mirror(model, copy, self.splits.layout)
         del copy  # it has the memory of a second model
         variables = [*model.variables, *mirror_of_own.optimizer.variables]
         refusals.check_memory(name, [v for v in variables if not tables.has(v)], bool(calls - {"end"}))
@@ -218,9 +225,14 @@ class FitRun:
                 # The mirror has the weights of the last call of the hooks.
                 callbacks.end_not_finite(session.step)
         callbacks.end()
-        model = partial(self._finished_model, mirror_of_own, folder, session.step)
         history = History(callbacks.history.history)
-        return Result(history, summary, folder, model if has_empty_tables else mirror_of_own.model)
+        if not has_empty_tables:
+            return Result(history, summary, folder, mirror_of_own.model)
+        build = partial(local_model, self.arguments.model, self.splits.layout)
+        state = mirror_of_own.rates_and_seeds()
+        return Result(
+            history, summary, folder, partial(finished_model, build, self.splits.layout, folder, session.step, state)
+        )
 
     @contextmanager
     def _left_as_saved(self, mirror_of_own: Mirror) -> Iterator[None]:
@@ -231,22 +243,10 @@ class FitRun:
             # Nobody gets a model that was made here. Before the first call the checkpoints may be of another one.
             if isinstance(self.arguments.model, keras.Model) and mirror_of_own.step is not None:
                 with suppress(TfDistError, OSError):
-                    snapshot = _newest_checkpoint(Path(self.config.run_dir or ""))
+                    snapshot = Checkpoints(Path(self.config.run_dir or "", "checkpoints")).newest(lambda _: None)
                     if snapshot and snapshot.step > mirror_of_own.step:
                         mirror_of_own.put_saved(snapshot)
             raise
-
-    def _finished_model(self, mirror_of_own: Mirror, folder: Path, step: int) -> keras.Model:
-        """The model of a function with its large tables, which this process has not had so far."""
-        snapshot = _newest_checkpoint(folder)
-        if snapshot is None or snapshot.step != step:
-            raise CheckpointError(f"run_dir ({folder}): has no checkpoint of step {step}, from which the model is read")
-        arrays = [array.nbytes for name, array in snapshot.arrays.items() if name.startswith(VARIABLES)]
-        if lack := lack_of_memory(arrays):
-            raise TfDistError(f"the model {lack}; tf2dist.predict reads its tables by row")
-        model = local_model(self.arguments.model, self.splits.layout)
-        mirror_of_own.give_state(model, snapshot)
-        return model
 
     @property
     def _ends_with_data(self) -> bool:
@@ -299,8 +299,28 @@ class FitRun:
             draw_training(self.config, self.place, self.console)
 
 
-def _newest_checkpoint(run_dir: Path) -> Snapshot | None:
-    return Checkpoints(run_dir / "checkpoints").newest(lambda _: None)
+def finished_model(
+    build: Callable[[], keras.Model], layout: Layout, run_dir: Path, step: int, state: RatesAndSeeds
+) -> keras.Model:
+    """The model of a function with its large tables, which this process has not had so far.
+
+    Args:
+        step: at which the run has ended.
+        state: what its last checkpoint does not have.
+    """
+    try:
+        snapshot = read(Checkpoints(run_dir / "checkpoints").path_of(step))
+    except (OSError, ValueError) as error:
+        reason = reason_of(error)
+        raise CheckpointError(
+            f"run_dir ({run_dir}): has no checkpoint of step {step}, from which the model is read ({reason})"
+        ) from None
+    arrays = [array.nbytes for name, array in snapshot.arrays.items() if name.startswith(VARIABLES)]
+    if lack := lack_of_memory(arrays):
+        raise TfDistError(f"the model {lack}; tf2dist.predict reads its tables by row")
+    model = build()
+    Mirror(model, None, layout).finish(snapshot, state)
+    return model
 
 
 def run_tasks(

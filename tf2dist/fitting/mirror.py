@@ -28,6 +28,7 @@ from tf2dist.tf_internals import (
 from tf2dist.training.hooks import NamedArrays
 
 PLAIN = (bool, int, float, str, type(None))
+RatesAndSeeds = tuple[tuple[float, ...], NamedArrays]
 
 
 class Mirror:
@@ -41,7 +42,7 @@ class Mirror:
 
     Attributes:
         optimizer: of all trained variables.
-        step: at which the weights were those of the model; -1 before they came, and None before any call.
+        step: of the weights that the model holds; -1 while it holds its own, and None before the first call.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class Mirror:
         """Copies the variables of the cluster at a step into the model.
 
         Args:
-            arrays: all, or no weights and slots if no callback looks at the model before the next call.
+            arrays: all, or no weights and slots if no callback looks at them before the next call.
         """
         if self._layout and not self._outside and any(name.startswith(OUTSIDE) for name in arrays):
             shapes = {name: array.shape for name, array in arrays.items() if name.startswith(OUTSIDE)}
             self._find_outside(self._layout, shapes)
         has_weights = any(name.startswith("model/") for name in arrays)
-        self.step = step if has_weights else -1 if self.step is None else self.step
+        if has_weights or self.step is None:
+            self.step = step if has_weights else -1
         for name, array in arrays.items():
             variable = self._named.get(name, self._generators.get(name))
             if variable is None:
@@ -105,15 +107,19 @@ class Mirror:
         arrays = {name: array for name, array in snapshot.arrays.items() if name in self._named}
         self.put(arrays, self._learning_rates(), snapshot.step)
 
-    def give_state(self, model: keras.Model, snapshot: Snapshot) -> None:
-        """Gives a model like this one the variables of the last checkpoint, and what else makes it the finished one."""
-        other = Mirror(model, None, self._layout)
-        set_learning_rates(other.optimizer, self._learning_rates())
-        other.put_saved(snapshot)
-        for name, generator in self._generators.items():
-            other._generators[name].assign(_value(generator))
-        if finalizes(other.optimizer):  # a run goes on from the weights before that
-            other.optimizer.finalize_variable_values(model.trainable_variables)
+    def rates_and_seeds(self) -> RatesAndSeeds:
+        """What a checkpoint does not have of the model."""
+        return self._learning_rates(), {name: np.array(_value(seed)) for name, seed in self._generators.items()}
+
+    def finish(self, snapshot: Snapshot, state: RatesAndSeeds) -> None:
+        """Makes the model the finished one of a run of which this is the last checkpoint."""
+        rates, seeds = state
+        set_learning_rates(self.optimizer, rates)
+        self.put_saved(snapshot)
+        for name, seed in seeds.items():
+            self._generators[name].assign(seed)
+        if finalizes(self.optimizer):  # a run goes on from the weights before that
+            self.optimizer.finalize_variable_values(trained_variables(self.optimizer))
 
     def restore_outside(self) -> None:
         """Gives the variables that are not the model's what they held in this process before the training."""

@@ -29,9 +29,9 @@ WITHOUT_WEIGHTS = (
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.RemoteMonitor,
 )
-PLAIN = (bool, int, float, str, type(None))
-LIBRARIES = ("datetime", "json", "keras", "logging", "math", "numpy", "os", "random", "sys", "tensorflow", "time")
-NO_BUILTINS = ("eval", "exec", "globals", "__import__")
+PLAIN = (bool, int, float, str)  # no None, in whose place a model may be put later
+LIBRARIES = ("datetime", "json", "keras", "logging", "math", "numpy", "os", "random", "tensorflow", "time")
+ESCAPES = ("eval", "exec", "globals", "__import__")
 
 
 def calls_with_weights(callbacks: Iterable[keras.callbacks.Callback]) -> set[str]:
@@ -50,7 +50,15 @@ def has_hook(callback: keras.callbacks.Callback, names: Iterable[str]) -> bool:
 
 def _calls_with_weights(callback: Any) -> set[str]:
     kind, all_hooks = type(callback), {call for call, names in HOOKS.items() if has_hook(callback, names)}
-    # A subclass of the user's may do anything.
+    own = [vars(callback)[name] for names in HOOKS.values() for name in names if name in vars(callback)]
+    if kind is keras.callbacks.LambdaCallback:
+        return set() if all(map(reaches_no_model, own)) else all_hooks
+    if isinstance(callback, keras.callbacks.TerminateOnNaN):
+        # It leaves the model as it was before the epoch that it ends.
+        return {"begin", "epoch"} | (set() if kind is keras.callbacks.TerminateOnNaN and not own else all_hooks)
+    # A subclass of the user's may do anything, and so may a function that was put into an object.
+    if own:
+        return all_hooks
     if kind in WITHOUT_WEIGHTS:
         return set()
     if kind is keras.callbacks.EarlyStopping:
@@ -59,36 +67,45 @@ def _calls_with_weights(callback: Any) -> set[str]:
         return {"epoch"} if callback.save_freq == "epoch" else {"epoch", "pause"}
     if kind is keras.callbacks.TensorBoard:
         return {"epoch"} if callback.histogram_freq or callback.embeddings_freq else set()
-    if kind is keras.callbacks.TerminateOnNaN:
-        return {"begin", "epoch"}  # it leaves the model as it was before the epoch that it ends
     if kind is keras.callbacks.LearningRateScheduler:
         return set() if reaches_no_model(callback.schedule) else all_hooks
-    if kind is keras.callbacks.LambdaCallback:
-        functions = [vars(callback)[name] for names in HOOKS.values() for name in names if name in vars(callback)]
-        return set() if all(map(reaches_no_model, functions)) else all_hooks
     return all_hooks
 
 
-def reaches_no_model(function: Any) -> bool:
-    """Whether a function can see that no model is among what it refers to; False if it is not certain."""
-    if not isinstance(function, types.FunctionType):
+def reaches_no_model(function: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether it is certain that a function refers to no model.
+
+    Args:
+        seen: the ids of functions that are looked at already.
+    """
+    if id(function) in seen:
+        return True
+    if not isinstance(function, types.FunctionType) or vars(function):
         return False
     code = function.__code__
-    has_inner = any(isinstance(constant, types.CodeType) for constant in code.co_consts)
-    if has_inner or any(instruction.opname == "IMPORT_NAME" for instruction in dis.get_instructions(code)):
+    if any(isinstance(constant, types.CodeType) for constant in code.co_consts):
         return False
-    names = inspect.getclosurevars(function)
+    try:
+        names = inspect.getclosurevars(function)
+    except ValueError:  # a local variable of the function around it has no value yet
+        return False
+    for instruction in dis.get_instructions(code):
+        is_unknown = instruction.argval not in names.globals.keys() | names.builtins.keys()
+        if instruction.opname == "IMPORT_NAME" or (instruction.opname == "LOAD_GLOBAL" and is_unknown):
+            return False
+    if names.builtins.keys() & set(ESCAPES):
+        return False
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     held = [*names.nonlocals.values(), *names.globals.values(), *defaults]
-    if names.builtins.keys() & set(NO_BUILTINS):
-        return False
-    return all(value is function or _is_harmless(value) for value in held)
+    return all(_is_harmless(value, seen | {id(function)}) for value in held)
 
 
-def _is_harmless(value: Any) -> bool:
+def _is_harmless(value: Any, seen: frozenset[int]) -> bool:
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in LIBRARIES
-    module = getattr(value, "__module__", None) or type(value).__module__
-    is_of_library = module.partition(".")[0] in LIBRARIES
-    is_code = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | np.ufunc)
-    return isinstance(value, PLAIN) or (is_of_library and is_code) or reaches_no_model(value)
+    if isinstance(value, types.FunctionType):  # its own module: that of a wrapper may be the one of what it wraps
+        module = str(value.__globals__.get("__name__", ""))
+        return module.partition(".")[0] in LIBRARIES or reaches_no_model(value, seen)
+    module = str(getattr(value, "__module__", None) or type(value).__module__)
+    is_code = isinstance(value, type | types.BuiltinFunctionType | np.ufunc)
+    return isinstance(value, PLAIN) or (is_code and module.partition(".")[0] in LIBRARIES)

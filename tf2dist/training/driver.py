@@ -38,6 +38,7 @@ class Driver:
 
     Attributes:
         saved_at: the last step at which the run was given to be saved.
+        has_changed: whether callbacks have changed weights or rates since.
 
     Args:
         splits: the names of those that can be evaluated.
@@ -57,6 +58,7 @@ class Driver:
         self.loop, self.reporter, self.splits = loop, reporter, splits
         self._saver, self._write_finished_model = saver, write_finished_model
         self.saved_at: int | None = None
+        self.has_changed = False
         self._length = make_length(self)
 
     @property
@@ -124,14 +126,10 @@ class Driver:
     def _freeze(self) -> Frozen:
         return self.loop.freeze(self._length.arrays())
 
-    def save(self, replaces: bool = False) -> None:
-        """Saves the run as it is now.
-
-        Args:
-            replaces: whether the run has changed since it was saved at the same step.
-        """
-        self._saver.save(self._freeze, replaces=replaces)
-        self.saved_at = self.loop.progress.global_step
+    def save(self) -> None:
+        """Saves the run as it is now."""
+        self._saver.save(self._freeze, replaces=self.has_changed)
+        self.saved_at, self.has_changed = self.loop.progress.global_step, False
         heartbeat.progress()
 
     def _stop_if(self, requested: PauseRequest) -> None:
@@ -407,6 +405,7 @@ class Epochs(Length):
 
     def _apply(self, effects: CallbackEffects) -> None:
         self._loop.apply(effects)
+        self._driver.has_changed |= bool(effects.arrays or effects.learning_rates)
         if effects.learning_rates:
             self._state.learning_rates = effects.learning_rates
             # The object made before has read the rates once and for all.
@@ -430,9 +429,8 @@ class Epochs(Length):
 
     def finish(self) -> None:
         # Callbacks may still set weights here, so what is evaluated, saved and written comes after.
-        effects = self._call("end", {})
-        has_changed = bool(effects.arrays or effects.learning_rates)
-        if has_changed or self._driver.saved_at != self._loop.progress.global_step:
-            self._driver.save(replaces=has_changed)
+        self._call("end", {})
+        if self._driver.has_changed or self._driver.saved_at != self._loop.progress.global_step:
+            self._driver.save()
         if self._loop.sharding.ends_with_data:
             self.num_epochs = self._state.position.epoch - self._plan.initial_epoch

@@ -170,8 +170,7 @@ class AllReduce:
             return
         parts = self._parts(len(vector))
         room = max(part.stop - part.start for part in parts)
-        # The parts by how far it is to the worker for which each is. In the end each is one for this worker, by how far
-        # it was from the worker of which it is.
+        # Row d is the part for the worker d places further; in the end it is this one's part from d places before.
         blocks = np.zeros([self._count, room], vector.dtype)
         for worker, part in enumerate(parts):
             blocks[(worker - self._index) % self._count, : part.stop - part.start] = vector[part]

@@ -55,7 +55,8 @@ class Peers:
         self.lost: LostWorkerError | None = None
         self._sockets, self._peers = sockets, {sock.fileno(): peer for peer, sock in sockets.items()}
         self._unsent: dict[int, deque[memoryview]] = {peer: deque() for peer in sockets}
-        # The end of any connection ends a wait: the worker that is waited for may wait for the lost one itself.
+        # The one whose connection ended first. Those that waited for it end theirs after that, and are not lost.
+        self._first_closed: int | None = None
         self._poll = select.poll()
         for sock in sockets.values():
             self._poll.register(sock, select.POLLRDHUP)
@@ -104,16 +105,18 @@ class Peers:
         unsent = {peer for peer, views in self._unsent.items() if views}
         for peer in unsent | missing.keys():
             wanted = (select.POLLOUT if peer in unsent else 0) | (select.POLLIN if peer in missing else 0)
-            self._poll.modify(self._sockets[peer], wanted | select.POLLRDHUP)
+            self._poll.register(self._sockets[peer], wanted | select.POLLRDHUP)
         ready = [(self._peers[number], events) for number, events in self._poll.poll()]
         for peer in unsent | missing.keys():
-            self._poll.modify(self._sockets[peer], select.POLLRDHUP)
-        # The ends of connections stand for both, so that a call is made, which raises the reason.
+            self._poll.register(self._sockets[peer], select.POLLRDHUP)
+        for peer, events in sorted(ready, key=lambda one: one[0] in missing):
+            if events & ~(select.POLLIN | select.POLLOUT):
+                self._first_closed = peer if self._first_closed is None else self._first_closed
+                self._poll.unregister(self._sockets[peer])  # or no other wait would wait
+        # The end of a connection counts as readable and writable, so that a call is made, which raises the reason.
         for peer, events in ready:
             if peer in unsent and events & ~select.POLLIN:
                 self._push(peer)
-            elif peer not in missing and events & ~select.POLLOUT:
-                self._lose(peer, ConnectionError("the connection was closed"))
         return [peer for peer, events in ready if peer in missing and events & ~select.POLLOUT]
 
     def _push(self, peer: int) -> None:
@@ -145,7 +148,8 @@ class Peers:
         return into[count:]
 
     def _lose(self, peer: int, error: OSError) -> NoReturn:
-        self.lost = LostWorkerError(peer, brief_reason(error))
+        first = peer if self._first_closed is None else self._first_closed
+        self.lost = LostWorkerError(first, brief_reason(error))
         raise self.lost from None
 
 
