@@ -46,25 +46,27 @@ def test_the_benchmark_runs(contenders: dict[str, set[str]], scale: float, real_
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.timeout(620)
 @pytest.mark.slow
 def test_clusters_of_different_sizes_are_measured(real_data: str, tmp_path: Path) -> None:
     if real_data != "mnist":
         pytest.skip("the benchmark trains on MNIST, which is not on this machine")
-    arguments = ["--only", "scale", "--workers", "1,2", "--rounds", "1", "--scale", "0.3", "--out", str(tmp_path)]
+    names = ",".join(f"scale {mode} softmax" for mode in ("async", "sync", "sync_replicas"))
+    arguments = ["--only", names, "--workers", "1,2", "--rounds", "1", "--scale", "0.3", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "tests.bench", *arguments]
-    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300 * slowness())
+    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600 * slowness())
     assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
     points = json.loads((tmp_path / "bench.json").read_text())["scale"]
-    assert len(points) == 2 * 3 * 2, completed.stdout  # models, modes, sizes
+    assert len(points) == 3 * 2, completed.stdout  # modes, sizes
     for point in points:
         assert 0 < point["efficiency"] < 1.1, point
         servers = {"sync": {}}.get(point["mode"], {"chief": 1, "ps": 1})
         assert {role: use["tasks"] for role, use in point["roles"].items()} == servers | {"worker": point["workers"]}
         assert all(use["cpu_ms"] > 0 for use in point["roles"].values()), point
     # A worker sends its gradient to the other one, and gets as much.
-    (sync,) = (one for one in points if (one["mode"], one["model"], one["workers"]) == ("sync", "softmax", 2))
+    (sync,) = (one for one in points if (one["mode"], one["workers"]) == ("sync", 2))
     assert sync["roles"]["worker"]["messages"] == pytest.approx(4, abs=0.5)
-    assert sync["roles"]["worker"]["kilobytes"] == pytest.approx(4 * 7850 * 4 / 1e3, rel=0.01)
+    assert sync["roles"]["worker"]["kilobytes"] == pytest.approx(4 * 7850 * 4 / 1e3, rel=0.1)
 
 
 @pytest.mark.slow
