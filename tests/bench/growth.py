@@ -66,7 +66,7 @@ class Law:
         own = [one for one in both if one["delay_secs"] == DELAY_SECS]
         self._long = next((one for one in both if one["delay_secs"] > DELAY_SECS), None)
         self.measured = {one["workers"]: one for one in own if one["ps"] <= 1}
-        self._by_ps = {one["ps"]: one for one in own if one["workers"] == PS_WORKERS}
+        self.by_ps = {one["ps"]: one for one in own if one["workers"] == PS_WORKERS}
         self.roles = [role for role in ROLES if role in own[0]["roles"]]
 
     def terms(self, quantity: str) -> tuple[Term, ...]:
@@ -110,7 +110,7 @@ class Law:
 
     def split(self) -> tuple[float, float]:
         """Milliseconds of the ps for a batch: of each call, and of all bytes, which several ps share."""
-        costs = {float(ps): per_batch(point, "ps", "cpu_ms") for ps, point in self._by_ps.items()}
+        costs = {float(ps): per_batch(point, "ps", "cpu_ms") for ps, point in self.by_ps.items()}
         per_byte, per_call = fit(costs, (ONE, Term("", lambda ps: ps)))
         return per_call, per_byte
 
@@ -177,6 +177,18 @@ def costs_table(points: Sequence[Point]) -> list[str]:
 
 def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+
+
+def servers_table(points: Sequence[Point]) -> list[str]:
+    """What a batch costs all ps together, by their number."""
+    lines = header("mode", "model", "", *(f"{ps} ps" for ps in PS))
+    for law in laws(points):
+        if law.mode == "sync":
+            continue
+        for name, quantity in (("processor, ms", "cpu_ms"), ("messages", "messages"), ("KB", "kilobytes")):
+            cells = [digits(per_batch(law.by_ps[ps], "ps", quantity)) if ps in law.by_ps else "" for ps in PS]
+            lines.append(line(law.mode, law.model, name, *cells))
+    return lines
 
 
 def predictions(points: Sequence[Point]) -> Iterator[tuple[Law, str, str, float, float]]:
@@ -346,6 +358,7 @@ def forecast_table(points: Sequence[Point]) -> list[str]:
 TABLES = {
     "measured": measured_table,
     "costs": costs_table,
+    "servers": servers_table,
     "predictions": predictions_table,
     "limits": limits_table,
     "forecast": forecast_table,
