@@ -2,7 +2,8 @@
 
 With parameter servers a batch costs each role the same, however many workers there are, and its share of what the role
 does in any case, such as to look at the counters five times a second: a + b / n. A synchronous worker sends a small
-array to each of the n - 1 others. Of a large one it sums a part: so (n - 1) / n of the array travel each way, twice.
+array to each of the n - 1 others, and from 8 workers on passes on what is for others. Of a large one it sums a part: so
+(n - 1) / n of the array travel each way, twice.
 """
 
 import math
@@ -14,6 +15,7 @@ import numpy as np
 
 from tests.bench.page import header, line, shown
 from tests.bench.scale import CALL, DELAY_SECS, PS, PS_WORKERS, WORKERS
+from tf2dist.training.synchronous.all_reduce import MANY_WORKERS, distances
 
 Point = dict[str, Any]  # an entry of the section "scale" in bench.json
 FITTED, PREDICTED = (1, 2, 4, 8), (32, 48)  # workers
@@ -35,9 +37,12 @@ class Term(NamedTuple):
 
 
 ONE, SHARE = Term("", lambda n: 1.0), Term(" / n", lambda n: 1 / n)
+# Of a small array: how many messages a worker sends, and how many times the bytes of the array.
+SENDS = Term(" m", lambda n: n - 1 if n < MANY_WORKERS else 2 * len(distances(int(n))))
+ARRAYS = Term(" k", lambda n: n - 1 if n < MANY_WORKERS else (sum(map(int.bit_count, range(int(n)))) + n - 1) / n)
 OTHERS, PARTS = Term(" (n - 1)", lambda n: n - 1), Term(" (n - 1) / n", lambda n: (n - 1) / n)
 SYNC_TERMS: dict[str, dict[str, tuple[Term, ...]]] = {
-    "softmax": {"cpu_ms": (ONE, OTHERS), "messages": (OTHERS,), "kilobytes": (OTHERS,)},
+    "softmax": {"cpu_ms": (ONE, SENDS), "messages": (SENDS,), "kilobytes": (ARRAYS,)},
     "2 million": {"cpu_ms": (ONE, PARTS), "messages": (PARTS, OTHERS), "kilobytes": (PARTS,)},
 }
 
@@ -130,7 +135,7 @@ def fit(values: dict[float, float], terms: Sequence[Term]) -> list[float]:
     """
     rows = np.array([[term.value(n) / value for term in terms] for n, value in values.items()])
     factors = [float(factor) for factor in np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]]
-    if terms[-1] is OTHERS and factors[-1] < 0:
+    if terms[-1] in (OTHERS, SENDS) and factors[-1] < 0:
         return [*fit(values, terms[:-1]), 0.0]
     return factors
 

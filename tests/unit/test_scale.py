@@ -91,9 +91,11 @@ def served(mode: str, model: str, workers: int, ps: int = 1) -> dict[str, Any]:
 
 
 def connected(model: str, workers: int) -> dict[str, Any]:
-    """Synchronous workers, which need 2 ms, and 0.01 ms for each of the others."""
-    others = workers - 1
-    return cluster("sync", model, workers, 0, {"worker": (2 + 0.01 * others, 2.0 * others, 60.0 * others)})
+    """Synchronous workers, which need 2 ms, and 0.01 ms for each message."""
+    sends = growth.SENDS.value(workers) if model == "softmax" else workers - 1
+    return cluster(
+        "sync", model, workers, 0, {"worker": (2 + 0.01 * sends, 2.0 * sends, 60.0 * growth.ARRAYS.value(workers))}
+    )
 
 
 SIZES = (1, 2, 4, 8, 32, 48)
@@ -112,7 +114,7 @@ def test_the_law_finds_what_a_batch_costs() -> None:
     assert law.at(100, "ps", "cpu_ms") == pytest.approx(4.02)
     synchronous = Law(POINTS, "sync", "softmax")
     assert synchronous.constants("worker", "cpu_ms") == pytest.approx([2.0, 0.01])
-    assert synchronous.at(1001, "worker", "messages") == pytest.approx(2000)
+    assert synchronous.at(1001, "worker", "messages") == pytest.approx(2 * 2 * 10)
 
 
 def test_noise_is_not_taken_for_a_cost_that_shrinks() -> None:
@@ -152,18 +154,19 @@ def test_steps_become_longer_where_gradients_wait_for_each_other() -> None:
     few, many = (forecast(Law(POINTS, "sync_replicas", "softmax"), n).steps_per_sec for n in (10, 1000))
     assert 1 / many - 1 / few == pytest.approx(0.004 * 990, rel=0.01)
     few, many = (forecast(Law(POINTS, "sync", "softmax"), n).steps_per_sec for n in (10, 1000))
-    assert 1 / many - 1 / few == pytest.approx((0.01e-3 + 30e3 / growth.LINK) * 990, rel=0.01)
+    more_arrays = growth.ARRAYS.value(1000) - growth.ARRAYS.value(10)
+    assert 1 / many - 1 / few == pytest.approx(0.01e-3 * 12 + 30e3 / growth.LINK * more_arrays, rel=0.01)
 
 
 def test_what_is_foretold_wrongly_stands_out() -> None:
     def row(points: list[dict[str, Any]]) -> str:
         return next(one for one in growth.predictions_table(points) if one.startswith("| sync | softmax"))
 
-    assert "2.3, 2.3 (1.00)" in row(POINTS)
+    assert "2.1, 2.1 (1.00)" in row(POINTS)
     slower = json.loads(json.dumps(POINTS))
     (one,) = (point for point in slower if (point["mode"], point["model"], point["workers"]) == ("sync", "softmax", 32))
     one["roles"]["worker"]["cpu_ms"] *= 1.2
-    assert "2.3, 2.8 (**0.83**)" in row(slower)
+    assert "2.1, 2.5 (**0.83**)" in row(slower)
 
 
 def test_the_page_has_the_tables_of_what_was_measured() -> None:

@@ -54,6 +54,11 @@ def _joined(parts: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
     return result.reshape(-1, *like.shape[1:])
 
 
+def distances(num_workers: int) -> list[int]:
+    """How far arrays are passed on, one after the other: 1, 2, 4 and so on, below the number of workers."""
+    return [1 << power for power in range((num_workers - 1).bit_length())]
+
+
 class AllReduce:
     """Sums arrays; to be called by all workers equally often, with arrays of the same shape.
 
@@ -174,7 +179,7 @@ class AllReduce:
         blocks = np.zeros([self._count, room], vector.dtype)
         for worker, part in enumerate(parts):
             blocks[(worker - self._index) % self._count, : part.stop - part.start] = vector[part]
-        for distance in self._distances():
+        for distance in distances(self._count):
             rows = [row for row in range(self._count) if row & distance]
             received = np.empty([len(rows), room], vector.dtype)
             self._pass_on(blocks[rows], distance, received)
@@ -191,15 +196,11 @@ class AllReduce:
         ends = [0, *itertools.accumulate([*sizes[self._index :], *sizes[: self._index]])]
         together = np.empty(ends[-1], own.dtype)
         together[: len(own)] = own
-        for distance in self._distances():
+        for distance in distances(self._count):
             num = min(distance, self._count - distance)
             self._pass_on(together[: ends[num]], -distance, together[ends[distance] : ends[distance + num]])
         places = [(worker - self._index) % self._count for worker in range(self._count)]
         return [together[ends[place] : ends[place + 1]] for place in places]
-
-    def _distances(self) -> list[int]:
-        """1, 2, 4 and so on, below the number of workers."""
-        return [1 << power for power in range((self._count - 1).bit_length())]
 
     def _pass_on(self, array: np.ndarray, distance: int, into: np.ndarray) -> None:
         """Sends an array so many workers further, and receives one from as many before."""
