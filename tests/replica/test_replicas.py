@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from tests.replica.test_sync import assert_equal_weights, train
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model import packing
+from tf2dist.process import heartbeat
 from tf2dist.testing import SyncWorkers
-from tf2dist.training.loop import PauseRequest
+from tf2dist.training.loop import PauseRequest, never
+from tf2dist.training.parameter_server import schedule
 
 MakeLoop = Callable[..., Any]
 
@@ -91,7 +94,19 @@ def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps:
         loop.train(step)
         assert_counted(loop, step, 2)
     assert sum(loop.facts()["dropped"]) > 0
+    assert loop._graphs.deciding.counts().refused > 0, "nobody sees that the last calls still move"
     assert loop.progress.loss < 2.2
+
+
+def test_the_watchdog_learns_that_the_last_calls_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may take minutes over a slow network, and a worker that makes no progress is told from that."""
+    noted: list[int] = []
+    looks, is_done = iter([1, 2, 2, 2, 3]), iter([*5 * [False], True])
+    monkeypatch.setattr(schedule, "LOOK_AT_CALLS_SECS", 0.0)
+    monkeypatch.setattr(heartbeat, "progress", lambda: noted.append(1))
+    coordinator = SimpleNamespace(done=lambda: next(is_done))
+    assert not schedule.wait_for_calls(coordinator, never, lambda: next(looks), 1.0)
+    assert len(noted) == 3
 
 
 @pytest.mark.thorough

@@ -16,11 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from tf2dist.errors import TaskLostError
+from tf2dist.process import heartbeat
 from tf2dist.training.loop import PauseRequest, PauseRequests, WorkersAway
 from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 from tf2dist.training.parameter_server.server import ParameterServer
 
 POLL_SECS = 0.005  # between two looks at calls, which cost nothing
+LOOK_AT_CALLS_SECS = 1.0  # between two looks at how far they are, which a ps must answer
 # A numbered update is applied in less time than this, unless its worker was lost before it had pushed to all ps.
 SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05
 QUIET_SECS, QUIET_STEPS = 2.0, 2.0  # without progress for so long, and for so many steps' time, workers count as lost
@@ -67,11 +69,19 @@ def longest_silence(steps_per_sec: float, num_workers: int, grace_secs: float) -
 def wait_for_calls(
     coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
 ) -> PauseRequest:
-    """Waits until all calls are done; returns what was requested in the meantime. See `StopDeadline`."""
-    deadline = StopDeadline(pause_request, progress, quiet_secs)
+    """Waits until all calls are done; returns what was requested in the meantime. See `StopDeadline`.
+
+    The watchdog learns of each change of `progress`: over a slow network what is left of large calls takes minutes.
+    """
+    deadline, seen = StopDeadline(pause_request, progress, quiet_secs), None
+    look_at = time.monotonic() + LOOK_AT_CALLS_SECS
     # Not `coordinator.join`, which can neither be interrupted nor be given a limit.
     while not coordinator.done():
         deadline.look()
+        if time.monotonic() >= look_at:
+            before, seen, look_at = seen, progress(), time.monotonic() + LOOK_AT_CALLS_SECS
+            if seen != before:
+                heartbeat.progress()
         time.sleep(POLL_SECS)
     return deadline.requested
 

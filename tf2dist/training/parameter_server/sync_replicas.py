@@ -178,7 +178,7 @@ class SyncReplicasScheduler(Scheduler):
 
     def _sign_of_progress(self) -> Any:
         counts = self.graphs.deciding.counts()
-        return counts.begun, int(counts.pushed.sum())
+        return counts.begun, int(counts.pushed.sum()), counts.refused
 
     def quiet_secs(self) -> float:
         # All workers take part in a step.

@@ -20,7 +20,8 @@ class GradientCounts(NamedTuple):
 
     Attributes:
         step: the aggregates applied in the whole run.
-        begun: the calls that workers have begun, in this process's life.
+        begun, refused: the calls that workers have begun, and the gradients that came while none was taken, in this
+            process's life.
         sums: of the aggregates: the losses, the examples, the metrics; float64 [2 + metrics].
         pushed, aggregated, dropped: the gradients of each worker, int64 [workers]. What was pushed and is in neither
             of the others belongs to the step that is under way.
@@ -28,6 +29,7 @@ class GradientCounts(NamedTuple):
 
     step: int
     begun: int
+    refused: int
     sums: np.ndarray
     pushed: np.ndarray
     aggregated: np.ndarray
@@ -47,7 +49,7 @@ class GradientCounters:
         def counter(*shape: int, dtype: tf.DType = tf.int64) -> tf.Variable:
             return tf.Variable(tf.zeros(shape, dtype), trainable=False)
 
-        self._begun = counter()
+        self._begun, self._refused = counter(), counter()
         self._sums = counter(self._num_sums, dtype=tf.float64)
         self._pushed, self._aggregated, self._dropped = (counter(num_workers) for _ in range(3))
         self._accepted, self.made_by = (counter(num_workers) for _ in range(2))
@@ -73,6 +75,10 @@ class GradientCounters:
     def done_by(self, worker: tf.Tensor) -> tf.Tensor:
         """The last step to which the worker has given all that it may."""
         return tf.gather(self._done.read_value(), worker)
+
+    def refuse(self) -> None:
+        """Counts a gradient that changes nothing: a sign that its worker is there."""
+        self._refused.assign_add(1, read_value=False)
 
     def drop(self, worker: tf.Tensor) -> None:
         self._add(self._pushed, worker)
@@ -102,16 +108,16 @@ class GradientCounters:
 
     def all(self, step: tf.Tensor) -> tf.Tensor:
         """All numbers, float64, which `split` takes apart."""
-        counted = [step[None], self._begun.read_value()[None]]
+        counted = [one[None] for one in (step, self._begun.read_value(), self._refused.read_value())]
         workers = [self._pushed.read_value(), self._aggregated.read_value(), self._dropped.read_value()]
         numbers = [tf.cast(each, tf.float64) for each in (*counted, *workers)]
         return tf.concat([*numbers, self._sums.read_value()], 0)
 
     def split(self, values: np.ndarray) -> GradientCounts:
-        limits = np.cumsum([1, 1, *[self._num_workers] * 3])
-        step, begun, *workers, sums = np.split(values, limits)
+        limits = np.cumsum([1, 1, 1, *[self._num_workers] * 3])
+        step, begun, refused, *workers, sums = np.split(values, limits)
         pushed, aggregated, dropped = (each.astype(np.int64) for each in workers)
-        return GradientCounts(int(step[0]), int(begun[0]), sums, pushed, aggregated, dropped)
+        return GradientCounts(int(step[0]), int(begun[0]), int(refused[0]), sums, pushed, aggregated, dropped)
 
     def restore(self, aggregated: np.ndarray, dropped: np.ndarray) -> None:
         self._aggregated.assign(aggregated)

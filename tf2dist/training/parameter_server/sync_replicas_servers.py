@@ -239,8 +239,8 @@ class DecidingServer(AggregatingServer):
             accept, drop = (lambda: self._accept(gradient, rows, worker, step)), (lambda: self._counters.drop(worker))
             tf.cond(in_time, _branch(accept), _branch(drop))
 
-        # Beyond the end, and while the training pauses, nothing is counted: the batch is computed once more.
-        tf.cond(is_open, _branch(accept_or_drop), _branch(tf.no_op))
+        # Beyond the end, and while the training pauses, it does not count: the batch is computed once more.
+        tf.cond(is_open, _branch(accept_or_drop), _branch(self._counters.refuse))
 
     def _accept(self, gradient: WireTensors, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
         """Takes a gradient, and makes the step if it is complete with this one."""
