@@ -189,7 +189,7 @@ class FitRun:
         with in_place():
             model = local_model(given, self.splits.layout)
         calls = calls_with_weights(self.arguments.callbacks)
-        if calls and tables.num_made:  # a function has got to know the model while it was made
+        if calls and tables.num_made:  # a function of a callback refers to the model by now
             tables, in_place = Tables(job / shipping.TABLES), nullcontext
             model = local_model(given, self.splits.layout)
         if not tables.num_made:

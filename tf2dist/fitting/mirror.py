@@ -252,8 +252,7 @@ def _named(mirror: Mirror, worker_model: keras.Model, layout: Layout | None) -> 
 def _value(variable: keras.Variable) -> np.ndarray:
     """The value as checkpoints hold it: numpy's files do not know bfloat16, and float32 holds it exactly.
 
-    The array may be the memory of the variable, and is to be read at once: neither `numpy()` nor a tensor of Keras,
-    which are copies.
+    The array may share the memory of the variable, so it is to be read at once; `numpy()` and Keras would copy it.
     """
     array = np.asarray(tf.convert_to_tensor(variable))
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)

@@ -1,0 +1,112 @@
+"""What callbacks may not change in the model that they see, and what it shares with the one that is sent."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
+from tf2dist.errors import FitError
+from tf2dist.fitting import shipping
+from tf2dist.fitting.mirror import Mirror
+from tf2dist.model.source import EpochPlan
+from tf2dist.tf_internals import inner_optimizers, learning_rate_of
+
+
+def test_a_change_of_what_a_schedule_reads_is_refused() -> None:
+    """The optimizers of the tasks have schedules of their own."""
+    rate = keras.Variable(0.5, trainable=False, name="rate")
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(lambda: rate * 1.0), "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.5,), 10)
+    assert mirror.changes() == ({}, ())
+    rate.assign(0.25)
+    with pytest.raises(FitError, match=r"callbacks: rate was changed, which the schedule of the learning rate reads"):
+        mirror.changes()
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+SETTINGS: dict[str, tuple[Callable[[], Any], str, Any]] = {
+    "momentum": (lambda: keras.optimizers.SGD(0.5, momentum=0.9), "momentum", 0.5),
+    "nesterov": (lambda: keras.optimizers.SGD(0.5, momentum=0.9), "nesterov", True),
+    "beta": (keras.optimizers.Adam, "beta_1", 0.5),
+    "rho": (keras.optimizers.RMSprop, "rho", 0.5),
+    "epsilon": (keras.optimizers.Adagrad, "epsilon", 0.5),
+    "weight decay": (keras.optimizers.AdamW, "weight_decay", None),
+    "clipping": (keras.optimizers.SGD, "clipnorm", 1.0),
+    "moving averages": (keras.optimizers.SGD, "use_ema", True),
+    "a variable": (lambda: keras.optimizers.SGD(momentum=0.9), "momentum", keras.Variable),
+    "a schedule": (keras.optimizers.SGD, "learning_rate", SCHEDULE),
+    "another schedule": (lambda: keras.optimizers.SGD(SCHEDULE), "learning_rate", copy.copy(SCHEDULE)),
+    "an inner one": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "beta_2", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_change_of_a_setting_of_the_optimizer_is_refused(name: str) -> None:
+    """`keras.Model.fit` takes those that are set before its first step is traced, and ignores all later ones."""
+    make, setting, value = SETTINGS[name]
+    value = keras.Variable(0.9) if value is keras.Variable else value
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(make(), "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.5,), 10)
+    changed = inner_optimizers(model.optimizer)[0]
+    if not callable(learning_rate_of(changed)):
+        changed.learning_rate = 0.25  # a variable
+    changed.counted_by_a_callback = 1
+    assert mirror.changes()[0] == {}
+    setattr(changed, setting, value)
+    with pytest.raises(FitError, match=rf"callbacks: \w+\.{setting} was .* and is .* now.*; set it before fit"):
+        mirror.changes()
+
+
+def test_another_optimizer_is_refused() -> None:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.01,), 10)
+    model.compile("adam", "mse")
+    with pytest.raises(
+        FitError, match=r"callbacks: model.optimizer was an SGD and is an Adam now.*; set it before fit"
+    ):
+        mirror.changes()
+
+
+def test_a_class_that_is_sent_still_refers_to_the_objects_of_this_process(tmp_path: Path) -> None:
+    """cloudpickle would set what it unpickles into the class that was pickled: copies, which no callback changes."""
+    held = [1]
+
+    class Holder(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+        def held(self) -> Any:
+            return held
+
+    model = keras.Sequential([keras.Input([2]), Holder(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = Arrays(np.zeros((4, 2), np.float32), np.zeros(4, np.float32))
+    copy = shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
+    assert copy is not None
+    assert all(each.layers[0].held() is held for each in (model, copy))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_change_of_what_is_trained_is_refused(before: bool) -> None:
+    """`keras.Model.fit` follows it until its first step, and then no more."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, name="first"), keras.layers.Dense(1)])
+    model.layers[0].trainable = before
+    model.compile("sgd", "mse")
+    mirror = Mirror(model)
+    mirror.put({}, (0.01,), 10)
+    assert mirror.changes() == ({}, ())
+    model.layers[0].trainable = not before
+    with pytest.raises(FitError, match=r"callbacks: whether .*first/kernel is trained was changed.*call fit once for"):
+        mirror.changes()
