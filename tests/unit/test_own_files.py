@@ -64,7 +64,7 @@ def test_an_own_beginning(folder: Path) -> None:
     ("overrides", "source", "words"),
     [
         (["model=smal"], OWN, "must be one of cnn, dnn, small, softmax, tanh, two_tower; did you mean small?"),
-        (["experiment=mien"], OWN, "mine, regression, torn, wrong; did you mean mine?"),
+        (["experiment=mien"], OWN, "mine, regression, staleness, torn, wrong; did you mean mine?"),
         (
             ["experiment=wrong"],
             OWN,
