@@ -211,8 +211,8 @@ class Stream:
     def _check(self, part: str, leaf: Any) -> None:
         if not isinstance(leaf, tf.TensorSpec):
             raise DataError(
-                f"{self._shown}: {part} holds {kind_of(leaf)}, and must be dense arrays; use padded_batch, or "
-                "tf.sparse.to_dense"
+                f"{self._shown}: {part} holds {kind_of(leaf)}, and must be dense arrays; use padded_batch, its "
+                "to_tensor(), or tf.sparse.to_dense"
             )
         if leaf.shape.rank == 0:
             raise DataError(f"{self._shown}: {part} is no batch; end with dataset.batch(shard.batch_size)")

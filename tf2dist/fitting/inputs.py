@@ -15,7 +15,7 @@ from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, Tree, in_native_order,
 from tf2dist.errors import FitError, kind_of
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
-SPARSE = "is sparse or ragged, but only dense arrays can be sent; make it dense, or pad it"
+SPARSE = "is sparse or ragged, but only dense arrays can be sent; use its to_tensor(), or tf.sparse.to_dense"
 
 
 def training_examples(x: Tree, y: Tree, sample_weight: Tree, class_weight: Mapping[int, float] | None) -> Arrays:

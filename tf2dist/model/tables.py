@@ -67,26 +67,33 @@ def tables_of(model: keras.Model) -> dict[int, list[keras.layers.Embedding]]:
 def reading(layers: Sequence[keras.layers.Embedding], read: Read) -> Iterator[None]:
     """In the block these layers take their rows from `read`, but for those in loops and branches."""
     graph = tf.compat.v1.get_default_graph()
-
-    def calling(layer: keras.layers.Embedding, table: keras.Variable) -> Callable[[Any], Any]:
-
-        def call(inputs: Any) -> Any:
-            # Keras looks up in ragged and sparse ones in other ways.
-            if not isinstance(inputs, tf.Tensor) or _is_within_loop(inputs, graph) or _is_differentiated():
-                return type(layer).call(layer, inputs)
-            ids = tf.cast(inputs, inputs.dtype if inputs.dtype in (tf.int32, tf.int64) else tf.int32)
-            ids = tf.where(ids < 0, ids + table.shape[0], ids)  # as in Keras, from the end
-            return keras.ops.cast(read(table, ids), layer.compute_dtype)
-
-        return call
-
-    for layer in layers:
-        layer.call = calling(layer, table_of(layer))  # Python finds it before the method of the class
+    kinds = [type(layer) for layer in layers]
+    by_row = {kind: _by_row(kind, read, graph) for kind in kinds}
+    for layer, kind in zip(layers, kinds, strict=True):
+        object.__setattr__(layer, "__class__", by_row[kind])
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.call
+        for layer, kind in zip(layers, kinds, strict=True):
+            object.__setattr__(layer, "__class__", kind)
+
+
+def _by_row(kind: type[keras.layers.Embedding], read: Read, graph: tf.Graph) -> type[keras.layers.Embedding]:
+    """A class of layers like `kind`, in which the call of `Embedding` reads rows."""
+
+    class ByRow(keras.layers.Embedding):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            # Keras looks up in ragged and sparse ones in other ways.
+            if not isinstance(inputs, tf.Tensor) or _is_within_loop(inputs, graph) or _is_differentiated():
+                return super().call(inputs)
+            table: keras.Variable = table_of(self)
+            ids = tf.cast(inputs, inputs.dtype if inputs.dtype in (tf.int32, tf.int64) else tf.int32)
+            ids = tf.where(ids < 0, ids + table.shape[0], ids)  # as in Keras, from the end
+            return keras.ops.cast(read(table, ids), self.compute_dtype)
+
+    # So `super().call` of a subclass comes to it, too.
+    bases = (ByRow,) if kind is keras.layers.Embedding else (kind, ByRow)
+    return type(kind.__name__, bases, {})
 
 
 def _is_within_loop(tensor: tf.Tensor, graph: tf.Graph) -> bool:
