@@ -9,6 +9,7 @@ Options of the comparison, with their defaults:
 
     modes=[sync,async,sync_replicas]    what is compared
     delays=[0,0.05]                     by how many seconds each step of the last worker takes longer
+    common_delay=0                      by how many seconds each step of every worker takes longer
     backups=[1]                         with sync_replicas: how many workers a step does not wait for; of several
                                         numbers each is a contender
     workers=3                           all on this machine
@@ -26,6 +27,7 @@ given to those alone. --config-dir and --config-name are as there.
     python -m tf2dist.compare                                                     in about five minutes
     python -m tf2dist.compare 'delays=[0,0.02,0.05]' model=softmax,dnn,cnn        a map of which mode is first
     python -m tf2dist.compare modes=sync_replicas 'backups=[0,1,2]' workers=4     what backup workers bring
+    python -m tf2dist.compare common_delay=0.05 workers=8           computing takes longer, and two cores suffice
 """
 
 import os

@@ -80,6 +80,13 @@ def test_the_last_worker_is_slow_and_others_are_not_delayed() -> None:
     assert override_of(slow, "simulate.distribution") == "exponential"
 
 
+def test_every_worker_has_the_common_delay() -> None:
+    even, slow = contenders(*SMALL, "modes=sync", "delays=0,0.02", "common_delay=0.05")[1]
+    assert override_of(even, "simulate.delay_secs") == "[0.05,0.05,0.05]"
+    assert override_of(slow, "simulate.delay_secs") == "[0.05,0.05,0.07]"
+    assert (even.name, slow.name) == ("sync, equal workers", "sync, one worker 20 ms slower")
+
+
 def test_an_option_of_a_mode_is_given_to_that_mode_alone() -> None:
     result = contenders(*SMALL, "algorithm=plain,staleness_aware", "delays=0", "modes=[sync,async]", "seed=5")[1]
     assert [contender.mode_label for contender in result] == ["sync", "async", "async (algorithm=staleness_aware)"]
@@ -117,6 +124,8 @@ REFUSED = [
     (["modes=sync,sync"], "modes (sync,sync): has a value twice"),
     (["delays=[0,slow]"], "delays ([0,slow]): must be seconds from 0 on"),
     (["delays=nan"], "delays (nan): must be seconds from 0 on"),
+    (["common_delay=fast"], "common_delay (fast): must be seconds from 0 on, such as common_delay=0.05"),
+    (["common_delay=0,0.1"], "common_delay (0,0.1): must be one number; give several to delays"),
     (["backups=[3]"], "backups (3): must be less than the 3 workers"),
     (["backups=[1]", "modes=sync"], "backups ([1]): is for mode sync_replicas; add it to modes"),
     (["until=2"], "until (2): must be an accuracy above 0 and up to 1"),
@@ -399,13 +408,14 @@ def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tf2dist.tools.comparing.figures.MAX_PANELS", 2)  # drawing all sixteen takes seconds
     options, results = compared(
         tmp_path, "data=digits", "model=softmax,dnn", "backups=[0,1]", "until=0.85", "delays=[0,0.05]",
-        secs_per_example=usual_secs, failed=("sync-delay0-modelsoftmax-seed1",), data="<b>$x_1$",
+        "common_delay=0.01", secs_per_example=usual_secs, failed=("sync-delay0-modelsoftmax-seed1",), data="<b>$x_1$",
     )  # fmt: skip
     headline, files = report_of(options, ["until=<0.85>"], results)
     assert headline
     pictures = {f"{name}.png" for name in ("accuracy", "staleness", "timeline", "backups", "map")}
     assert set(files) == {"compare.json", "report.html", *pictures}
     text = str(files["report.html"])
+    assert "Every worker sleeps for 10 ms in each of its steps" in text
     assert text.count("<figure") == 5
     assert text.count("data:image/svg+xml;base64,") == 20
     assert "&lt;b&gt;$x_1$" in text

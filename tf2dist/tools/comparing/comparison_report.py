@@ -168,6 +168,11 @@ def how_it_was_measured(options: Options, results: Sequence[ContenderResult]) ->
             "The delay is simulated: the last worker sleeps in each of its steps. A worker that sleeps needs no "
             "processor, so where processors are scarce the others compute faster than with equal workers."
         )
+    if options.common_delay:
+        sentences.append(
+            f"Every worker sleeps for {1000 * options.common_delay:g} ms in each of its steps, as if it computed for "
+            "so long on a host of its own."
+        )
     sentences.append("To record the steps, each of them calls a function of Python twice, in all modes alike.")
     return sentences
 
@@ -203,6 +208,7 @@ def record_of(
         "arguments": arguments,
         "until": str(options.until),
         "workers": options.workers,
+        "common_delay_secs": options.common_delay,
         "seeds": options.seeds,
         "data": summary.get("data"),
         "optimizer": summary.get("optimizer"),

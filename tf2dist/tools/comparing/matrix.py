@@ -25,7 +25,7 @@ REPLACED = {
     "mode": "modes=[async,sync]",
     "cluster": "workers=3; a comparison runs on this machine alone",
     "cluster.num_workers": "workers=3",
-    "simulate.delay_secs": "delays=[0,0.05], which slow down the last worker",
+    "simulate.delay_secs": "delays=[0,0.05], which slow down the last worker, or common_delay=0.05 for all",
     "sync_replicas.replicas_to_aggregate": "backups=[1], the workers that a step does not wait for",
     "run_dir": "compare_dir=DIR",
     "train.steps": "until=2000steps, or train.epochs, after which every run ends",
@@ -81,6 +81,7 @@ class Options:
     Attributes:
         modes: each with every delay.
         delays: by which a step of the last worker takes longer, in seconds.
+        common_delay: by which a step of every worker takes longer, the last one's too.
         backups: with mode=sync_replicas, how many workers a step does not wait for; each number is a contender.
         seeds: how often each contender trains, with another seed each time.
         eval_every_examples: how many training examples lie between two evaluations; None: chosen from the data.
@@ -89,6 +90,7 @@ class Options:
 
     modes: tuple[str, ...] = ("sync", "async", "sync_replicas")
     delays: tuple[float, ...] = (0.0, 0.05)
+    common_delay: float = 0.0
     backups: tuple[int, ...] = (1,)
     workers: int = 3
     seeds: int = 2
@@ -175,6 +177,13 @@ def _delays(key: str, text: str) -> tuple[float, ...]:
     return secs
 
 
+def _common_delay(key: str, text: str) -> float:
+    secs = _delays(key, text)
+    if len(secs) > 1:
+        raise ConfigError(f"{key} ({text[:60]}): must be one number; give several to delays")
+    return secs[0]
+
+
 def _backups(key: str, text: str) -> tuple[int, ...]:
     return tuple(_integer(key, item, 0, MAX_WORKERS) for item in _items(key, text))
 
@@ -192,10 +201,16 @@ def _folder(key: str, text: str) -> Path:
     return path.absolute()
 
 
-EXAMPLES = {"modes": "modes=[sync,async]", "delays": "delays=[0,0.05]", "backups": "backups=[0,1]"}
+EXAMPLES = {
+    "modes": "modes=[sync,async]",
+    "delays": "delays=[0,0.05]",
+    "backups": "backups=[0,1]",
+    "common_delay": "common_delay=0.05",
+}
 PARSERS: dict[str, Callable[[str, str], Any]] = {
     "modes": _modes,
     "delays": _delays,
+    "common_delay": _common_delay,
     "backups": _backups,
     "workers": lambda key, text: _integer(key, text, 1, MAX_WORKERS),
     "seeds": lambda key, text: _integer(key, text, 1, MAX_SEEDS),
@@ -334,8 +349,9 @@ def _contender(
     overrides = [*line, f"mode={mode}", "cluster=local", f"cluster.num_workers={workers}"]
     if backups:
         overrides.append(f"sync_replicas.replicas_to_aggregate={batches}")
-    if delay_secs:
-        overrides.append(f"simulate.delay_secs=[{','.join(['0'] * (workers - 1) + [f'{delay_secs:g}'])}]")
+    if longest := options.common_delay + delay_secs:
+        delays = [options.common_delay] * (workers - 1) + [longest]
+        overrides.append(f"simulate.delay_secs=[{','.join(f'{secs:g}' for secs in delays)}]")
     else:
         overrides = _undelayed(overrides)
     if not any(override.startswith("figure=") for override in overrides):
