@@ -6,11 +6,12 @@ reader's system where the viewer says which of the two it is.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from tests.bench import growth
+from tests.bench import growth, staleness, staleness_page
 from tf2dist.palette import BLUE, GREEN, MODE_STYLES, VERMILLION, Style
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -176,27 +177,48 @@ ROOM = (300, 190)  # of a chart, without its axes
 WORKERS = (1, 2, 4, 8, 16, 32, 48)
 
 
+class Axis(NamedTuple):
+    """A logarithmic axis from `first` on: where value + `first` doubles, a step is as long."""
+
+    name: str
+    ticks: tuple[float, ...]
+    first: float = 0.0
+
+    def share(self, value: float) -> float:
+        return math.log2(value + self.first) / math.log2(self.ticks[-1] + self.first)
+
+
+OF_WORKERS = Axis("workers", WORKERS)
+
+
 class Chart:
-    """Curves over the number of workers, on a logarithmic axis.
+    """Curves over a logarithmic axis.
 
     Args:
         left: where it begins.
-        top: the largest value.
+        top: the largest value; a larger one is drawn there.
+        axis: that of the workers unless given.
     """
 
-    def __init__(self, left: float, title: str, top: float, ticks: tuple[float, ...]) -> None:
-        self._left, self._top = left, top
-        self.parts = [_text(left, 26, title, "title"), _text(left + ROOM[0], 268, "workers", "small end")]
+    def __init__(self, left: float, title: str, top: float, ticks: tuple[float, ...], axis: Axis = OF_WORKERS) -> None:
+        self._left, self._top, self._axis = left, top, axis
+        self.parts = [_text(left, 26, title, "title"), _text(left + ROOM[0], 268, axis.name, "small end")]
         for tick in ticks:
             (_, y) = self._place(1, tick)
             self.parts += [_plain_line(left, y, left + ROOM[0], y), _text(left - 6, y + 4, f"{tick:g}", "small end")]
-        self.parts += [_text(self._place(n, 0)[0], 252, str(n), "small middle") for n in WORKERS]
+        self.parts += [_text(self._place(tick, 0)[0], 252, f"{tick:g}", "small middle") for tick in axis.ticks]
 
-    def _place(self, workers: float, value: float) -> tuple[float, float]:
-        share = math.log2(workers) / math.log2(WORKERS[-1])
-        return self._left + ROOM[0] * share, 48 + ROOM[1] * (1 - value / self._top)
+    def _place(self, where: float, value: float) -> tuple[float, float]:
+        height = min(1.0, value / self._top)
+        return self._left + ROOM[0] * self._axis.share(where), 48 + ROOM[1] * (1 - height)
 
-    def curve(self, values: dict[int, float], style: Style) -> None:
+    def range(self, where: float, low: float, high: float, style: Style) -> None:
+        (x, y1), (_, y2) = self._place(where, low), self._place(where, high)
+        self.parts.append(
+            f'<line x1="{x:.1f}" y1="{y1:.1f}" x2="{x:.1f}" y2="{y2:.1f}" stroke="{style.colour}" stroke-width="2"/>'
+        )
+
+    def curve(self, values: Mapping[float, float], style: Style) -> None:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self._place(*item) for item in values.items()))
         dashes = {"-": "", "--": "7 4", "-.": "8 3 2 3", ":": "2 3"}[style.dash]
         self.parts.append(
@@ -204,7 +226,7 @@ class Chart:
             f'stroke-dasharray="{dashes}"/>'
         )
 
-    def marks(self, values: dict[int, float], style: Style) -> None:
+    def marks(self, values: Mapping[float, float], style: Style) -> None:
         places = (self._place(*item) for item in values.items())
         self.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{style.colour}"/>' for x, y in places]
 
@@ -239,10 +261,44 @@ def growth_drawing(bench: Path) -> str:
     return _svg(760, 316, "Scaling from 1 to 48 workers", [*rates.parts, *costs.parts, _text(46, 306, note, "small")])
 
 
+STALENESS = Axis("mean staleness, in updates", (0, 1, 2, 4, 8, 16, 32, 64), first=1.0)
+OPTIMIZER_COLOURS = {"sgd": BLUE, "momentum": VERMILLION, "adam": GREEN}
+ALGORITHM_DASHES = {"plain": "-", "staleness_aware": "--"}
+
+
+def _errors(chart: Chart, runs: list[staleness.Run], tuned: bool) -> None:
+    """Curves of the errors on Fashion-MNIST, with the range of the seeds."""
+    results = staleness.Results(runs)
+    for optimizer, colour in OPTIMIZER_COLOURS.items():
+        for algorithm, dash in ALGORITHM_DASHES.items():
+            points = staleness_page.curve(results, "dnn", "fashion_mnist", optimizer, algorithm, tuned)
+            at = {number: staleness_page.measured_staleness(runs, number) for number in points}
+            values, style = {at[number]: point.mean for number, point in points.items()}, Style(colour, dash, "o")
+            chart.curve(values, style)
+            chart.marks(values, style)
+            for number, point in points.items():
+                chart.range(at[number], min(point.errors), max(point.errors), style)
+
+
+def staleness_drawing(path: Path) -> str:
+    """The test error against the staleness: with one rate for all, and with the best rate for each."""
+    runs = staleness.read(path)
+    fixed = Chart(46, "Test error in %, one learning rate", 90, (0, 30, 60, 90), STALENESS)
+    tuned = Chart(426, "Test error in %, best learning rate", 30, (0, 10, 20, 30), STALENESS)
+    _errors(fixed, runs, tuned=False)
+    _errors(tuned, runs, tuned=True)
+    colours = {
+        staleness_page.NAMES[name].split()[0]: Style(colour, "-", "o") for name, colour in OPTIMIZER_COLOURS.items()
+    }
+    fixed.legend(colours, 290)
+    note = "dnn on Fashion-MNIST; solid: plain, dashed: staleness_aware; bars: ranges of the seeds"
+    return _svg(760, 316, "Error against staleness", [*fixed.parts, *tuned.parts, _text(46, 308, note, "small")])
+
+
 def drawings() -> dict[str, str]:
     """By name of the file, its content."""
     bench = DOCS / "bench.json"
-    found = {"scaling.svg": growth_drawing(bench)}
+    found = {"scaling.svg": growth_drawing(bench), "staleness.svg": staleness_drawing(DOCS / "staleness.jsonl")}
     for suffix, words in (("", ENGLISH), (".zh", CHINESE)):
         found[f"async{suffix}.svg"] = async_drawing(words)
         found[f"sync{suffix}.svg"] = sync_drawing(words)

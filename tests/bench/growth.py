@@ -371,12 +371,15 @@ TABLES = {
 
 
 def page_of(
-    text: str, points: Sequence[Point], tables: Mapping[str, Callable[[Sequence[Point]], list[str]]] = TABLES
+    text: str,
+    points: Sequence[Point],
+    tables: Mapping[str, Callable[[Sequence[Point]], list[str]]] = TABLES,
+    command: str = "make bench",
 ) -> str:
-    """The page with its tables made anew; each stands between two comments."""
+    """The page with its tables made anew; each stands between two comments, which name the command."""
     for name, table in tables.items():
         body = "\n".join(table(points))
-        begin, end = f"<!-- {name}: written by `make bench` -->\n", "\n<!-- end -->"
+        begin, end = f"<!-- {name}: written by `{command}` -->\n", "\n<!-- end -->"
         before, mark, rest = text.partition(begin)
         if mark:
             _, _, after = rest.partition(end)

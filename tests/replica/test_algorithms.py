@@ -100,6 +100,18 @@ def test_gradients_are_corrected_for_their_delay(optimizer: str) -> None:
         np.testing.assert_allclose(found[number], weight.numpy(), rtol=1e-5, err_msg=f"update {number}")
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.95])
+def test_the_correction_is_relative_to_a_moving_mean_square(decay: float) -> None:
+    weight, mean_square, strength = np.array([1.0, 2.0]), np.zeros(2), 0.25
+    options = AlgorithmConfig(kind="delay_compensated", strength=strength, mean_square_decay=decay)
+    found = pushed(options, OPTIMIZERS["sgd"])
+    for number, (gradient, pulled) in enumerate(zip(map(np.array, GRADIENTS), PULLED, strict=True)):
+        mean_square = decay * mean_square + (1 - decay) * gradient**2
+        factor = strength / np.sqrt(mean_square + 1e-7)
+        weight = weight - RATE * (gradient + factor * gradient**2 * (weight - np.array(pulled)))
+        np.testing.assert_allclose(found[number], weight, rtol=1e-5, err_msg=f"update {number}")
+
+
 def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any]) -> None:
     """`delay_compensated` needs them on the ps: each ps gets the values of its own variables."""
     config = run_config("dnn", hidden_units=[8])

@@ -77,6 +77,13 @@ class AlgorithmConfig:
     strength: float = option(
         0.04, POSITIVE, DELAY_COMPENSATED, help="algorithm=delay_compensated: the factor lambda of the correction"
     )
+    mean_square_decay: float | None = option(
+        None,
+        IS_MOMENTUM,
+        DELAY_COMPENSATED,
+        help="algorithm=delay_compensated: divide the factor by the root of a moving mean square of the gradients with "
+        "this decay, such as 0.95; null: a constant factor",
+    )
     local_steps: int = option(
         8, *COUNT, LOCAL_SGD, help="algorithm=local_sgd: how many steps a worker takes on its own between two averages"
     )

@@ -14,6 +14,8 @@ from tf2dist.config.schema import ALGORITHMS, RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.tf_internals import scale_learning_rate
 
+EPSILON = 1e-7  # of the authors' program
+
 
 class Algorithm:
     """Plain training: each update is applied as it comes, however old the values it was computed from.
@@ -100,14 +102,19 @@ class DelayCompensated(Algorithm):
     A gradient was computed at the values of its pull, and is applied to others. The correction estimates the gradient
     at the present values, by a Taylor expansion with the diagonal of the outer product of the gradient in place of the
     Hessian: S. Zheng, Q. Meng, T. Wang, W. Chen, N. Yu, Z. Ma, T. Liu: Asynchronous Stochastic Gradient Descent with
-    Delay Compensation, ICML 2017 (DC-ASGD-c, with a constant lambda). There the ps keeps the values that each worker
-    has pulled; here the worker sends them back with the gradients, twice as many bytes, so that nothing is to be saved
-    or lost with it.
+    Delay Compensation, ICML 2017 (DC-ASGD-c with a constant lambda, and DC-ASGD-a, in which it is divided by the root
+    of a moving mean square of the gradients). There the ps keeps the values that each worker has pulled; here the
+    worker sends them back with the gradients, twice as many bytes, so that nothing is to be saved or lost with it. The
+    mean squares begin anew with each start.
     """
 
     needs_pulled_values = True
     # Another update between the correction and its use would change the values that the correction is for.
     runs_alone = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._mean_squares: dict[int, tf.Variable] = {}  # by id of the variable
 
     def why_no_rows(self, optimizer: keras.Optimizer) -> str:
         return "algorithm=delay_compensated compares whole tables"
@@ -115,11 +122,25 @@ class DelayCompensated(Algorithm):
     def gradients(
         self, gradients: list[tf.Tensor], pulled: list[tf.Tensor], variables: list[keras.Variable]
     ) -> list[tf.Tensor]:
-        strength = self.config.algorithm.strength  # the lambda of the paper
         return [
-            gradient + strength * gradient * gradient * (tf.convert_to_tensor(variable.value) - value)
+            gradient + self._strength(gradient, variable) * gradient * gradient * (variable.value.read_value() - value)
             for gradient, value, variable in zip(gradients, pulled, variables, strict=True)
         ]
+
+    def _strength(self, gradient: tf.Tensor, variable: keras.Variable) -> float | tf.Tensor:
+        """The lambda of the paper."""
+        options = self.config.algorithm
+        decay = options.mean_square_decay
+        if decay is None:
+            return options.strength
+        if id(variable) not in self._mean_squares:
+            with tf.init_scope(), tf.device(variable.value.device):
+                zeros = tf.zeros(variable.shape, variable.dtype)
+                self._mean_squares[id(variable)] = tf.Variable(zeros, trainable=False)
+        mean_square = self._mean_squares[id(variable)]
+        now = decay * mean_square.read_value() + (1 - decay) * gradient * gradient
+        mean_square.assign(now)
+        return options.strength * tf.math.rsqrt(now + EPSILON)
 
 
 def algorithm_of(config: RunConfig) -> Algorithm:

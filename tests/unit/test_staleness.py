@@ -1,0 +1,133 @@
+"""What is run for docs/staleness.md, in which order, and what is made of it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import pictures
+from tests.bench import growth, staleness, staleness_page
+from tests.bench.staleness import QUICK, RATES, Results, Run, Setting, Stage, fill, read, stages
+from tests.conftest import PAGES
+from tf2dist.config.load import load
+
+POINT = Setting("dnn", "mnist", "sgd", "plain", 3, 0.3, 0)
+STAGE = Stage("dnn", "mnist", "plain", (1, 3), tuned=True, seeds=(0, 1), optimizers=("sgd",))
+SPREAD = {"p10": 1, "p50": 2, "p90": 3, "p99": 4, "max": 9}
+
+
+def error_of(setting: Setting) -> float:
+    """Without staleness 0.3 is best, and each worker more needs a third of the rate."""
+    ideal = {1: 0.3, 3: 0.03}[setting.workers]
+    return round(0.1 + 0.01 * abs(RATES["sgd"].index(setting.learning_rate) - RATES["sgd"].index(ideal)), 3)
+
+
+def run_of(setting: Setting, **more: Any) -> Run:
+    figures = {"updates": 1290, "staleness": SPREAD | {"mean": setting.workers - 1.1}}
+    error = error_of(setting)
+    return asdict(setting) | figures | {"validation_error": error, "test_error": error + 0.001 * setting.seed} | more
+
+
+def all_runs(stage: Stage = STAGE) -> list[Setting]:
+    """In the order in which they are made."""
+    runs: list[Run] = []
+    while setting := Results(runs).next_run([stage]):
+        runs.append(run_of(setting))
+    return [Setting.of(run) for run in runs]
+
+
+def test_the_rate_is_searched_without_staleness_and_then_downward() -> None:
+    found = [(one.workers, one.learning_rate, one.seed) for one in all_runs()]
+    first = [(1, rate, 0) for rate in (1.0, 0.3, 0.1, 0.03)]
+    searched = [(3, rate, 0) for rate in (0.3, 0.1, 0.03, 0.01)]
+    assert found == [*first, *searched, (1, 0.3, 1), (3, 0.03, 1)]
+
+
+def test_runs_that_diverge_do_not_end_the_search() -> None:
+    runs = [run_of(one) for one in Results([]).first_rates("dnn", "mnist", "sgd")]
+    nan = {"validation_error": 0.9, "test_error": 0.9, "staleness": None}
+    runs += [run_of(Setting("dnn", "mnist", "sgd", "plain", 3, rate, 0), **nan) for rate in (0.3, 0.1)]
+    missing = Results(runs).best_rate(POINT)
+    assert isinstance(missing, Setting)
+    assert missing.learning_rate == 0.03
+
+
+def test_without_staleness_all_algorithms_share_a_run() -> None:
+    aware = STAGE._replace(algorithm="staleness_aware", tuned=False)
+    assert {one.algorithm for one in all_runs(aware) if one.workers == 1} == {"plain"}
+
+
+def test_a_file_is_filled_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Setting] = []
+
+    def measure(setting: Setting, *more: str) -> Run:
+        made.append(setting)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return run_of(setting, secs=1.0)
+
+    monkeypatch.setattr(staleness, "measure", measure)
+    path = tmp_path / "runs.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        fill(path, [STAGE], staleness.EPOCHS, 1.0)
+    assert len(read(path)) == 2
+    fill(path, [STAGE], staleness.EPOCHS, 1.0)
+    assert [Setting.of(run) for run in read(path)] == all_runs()
+    assert len(made) == len(all_runs()) + 1, "only the run that was stopped is made again"
+
+
+def test_every_run_is_a_request_that_is_accepted() -> None:
+    settings = [Results([]).one_of(stage, stage.workers[-1], stage.optimizers[-1], 0) for stage in stages()]
+    settings += [Setting("cnn", "mnist", "adam", algorithm, 9, 0.001, 2) for algorithm in staleness.COMPENSATED]
+    for setting in settings:
+        config = load(setting.options(), None)
+        assert config.mode == "async"
+        assert config.simulate.delay_secs == [round(one, 3) for one in staleness.delays(setting.workers)]
+        assert (config.train.epochs, config.train.batch_size_per_worker) == (3, 128)
+        assert config.algorithm.kind == setting.algorithm.split()[0]
+
+
+def test_the_quick_runs_are_some_of_all() -> None:
+    assert {stage.workers for stage in QUICK} == {(*staleness.FEW, *staleness.MANY)}
+    everything = [one for stage in stages() if not stage.tuned for one in [stage._replace(optimizers=(), seeds=())]]
+    for stage in QUICK:
+        own = [one.workers for one in everything if one[:3] == stage[:3]]
+        assert set(stage.workers) <= {number for numbers in own for number in numbers}
+
+
+def test_the_middle_of_the_updates() -> None:
+    assert staleness.spread_of([5, 10, 70, 10, 5]) == {"p10": 1, "p90": 3}
+    assert staleness.spread_of([1]) == {"p10": 0, "p90": 0}
+
+
+def test_a_point_has_the_range_of_its_seeds() -> None:
+    assert str(staleness_page.Point(0.1, [14.0])) == "14.0"
+    assert str(staleness_page.Point(0.1, [14.0, 16.0, 15.0])) == "15.0 (14.0 to 16.0)"
+    assert str(staleness_page.Point(0.1, [90.0, 90.0])) == "diverged (2 of 2)"
+
+
+def test_a_row_has_what_was_measured() -> None:
+    runs = [run_of(one) for one in all_runs()]
+    assert staleness_page.error_table(runs, tuned=True)[2:] == [
+        "| dnn, MNIST | SGD | plain | best rate | 10.1 (10.0 to 10.1), rate 0.3 | 10.1 (10.0 to 10.1), rate 0.03 |"
+    ]
+    assert staleness_page.error_table(runs, tuned=False)[2:] == [
+        "| dnn, MNIST | SGD | plain | rate 0.3 | 10.1 (10.0 to 10.1) | 12.0 |"
+    ]
+    assert staleness_page.staleness_table(runs)[-1] == "| 3 | 5 | 1.9 (1.9 to 1.9) | 1 to 3 |"
+
+
+def test_the_picture_has_a_line_and_a_mark_for_each_point(tmp_path: Path) -> None:
+    fashion = STAGE._replace(data="fashion_mnist")
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(run_of(one)) + "\n" for one in all_runs(fashion)))
+    drawn = pictures.staleness_drawing(path)
+    assert drawn.count("<circle") == 2 * 2 + 2, "two charts with two points of plain; the first one of staleness_aware"
+
+
+def test_the_page_has_the_tables_of_what_was_measured() -> None:
+    text, runs = PAGES["docs/staleness.md"], read(staleness.FILE)
+    assert growth.page_of(text, runs, staleness_page.TABLES, staleness.COMMAND) == text
+    assert text.count(f"written by `{staleness.COMMAND}`") == len(staleness_page.TABLES)
