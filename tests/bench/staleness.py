@@ -30,7 +30,7 @@ from tf2dist.launch.warm_process import lend
 Run = dict[str, Any]  # a line of the file
 COMMAND = "python -m tests.bench.staleness"
 FILE = Path(__file__).parents[2] / "docs/staleness.jsonl"
-# In the order in which they are measured. A local cluster has at most 64 tasks, two of which are no workers.
+# A local cluster has at most 64 tasks, two of which are no workers.
 FEW, MANY, OTHERS = (1, 3, 9), (33,), (2, 5, 17, 62)
 OPTIMIZERS = ("sgd", "momentum", "adam")
 # From the largest that is of use without staleness. The first four are tried there, the smaller ones with staleness.
@@ -54,6 +54,7 @@ COMPENSATED = tuple(
 EPOCHS = 3
 DELAY_SECS = 0.004  # for each worker: so all together could make 250 updates in a second
 CHANCE = 0.9  # the error of a model that has become NaN, which says one of ten classes
+LOST = 0.8  # with such an error a model has learned nothing worth comparing
 TIMEOUT_SECS = 900.0
 
 
@@ -106,19 +107,28 @@ class Stage(NamedTuple):
     optimizers: Sequence[str] = OPTIMIZERS
 
 
+# In this order, for each model: workers, data and seeds.
+FIRST, REST = SEEDS[:1], SEEDS[1:]
+ORDER: tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...] = (
+    *((FEW, "fashion_mnist", SEEDS), (MANY, "fashion_mnist", FIRST), (FEW, "mnist", FIRST), (MANY, "mnist", FIRST)),
+    *((MANY, "fashion_mnist", REST), ((*FEW, *MANY), "mnist", REST)),
+    *((OTHERS, "fashion_mnist", SEEDS), (OTHERS, "mnist", SEEDS)),
+)
+
+
 def stages() -> Iterator[Stage]:
     """All that is measured, the most telling first."""
-    for model, groups, data in itertools.product(("dnn", "cnn"), ((FEW, MANY), (OTHERS,)), ("fashion_mnist", "mnist")):
-        for workers, seeds in itertools.product(groups, (SEEDS[:1], SEEDS[1:])):
+    for model in ("dnn", "cnn"):
+        for workers, data, seeds in ORDER:
             for tuned, algorithm in itertools.product((False, True), ALGORITHMS):
                 yield Stage(model, data, algorithm, workers, tuned, seeds)
-            if (model, data) == ("dnn", "fashion_mnist") and workers != OTHERS:
+            if (model, workers, data) == ("dnn", FEW, "fashion_mnist"):
                 for algorithm in COMPENSATED:
                     yield Stage(model, data, algorithm, workers[-1:], True, seeds, ("sgd",))
 
 
 QUICK = [
-    Stage("dnn", "fashion_mnist", algorithm, (*FEW, *MANY), False, SEEDS[:1], ("sgd", "momentum"))
+    Stage("dnn", "fashion_mnist", algorithm, (*FEW, *MANY), False, FIRST, ("sgd", "momentum"))
     for algorithm in ("plain", "staleness_aware")
 ]
 
@@ -153,7 +163,7 @@ class Results:
         return missing[0] if missing else min(tried, key=lambda one: self.error(one, "validation")).learning_rate
 
     def best_rate(self, point: Setting) -> float | Setting:
-        """Likewise for a point: from its own rate downward, as long as the error does not rise.
+        """Likewise for a point: from its own rate downward, until the error rises from one of a model that has learned.
 
         Args:
             point: with the best rate without staleness.
@@ -164,7 +174,7 @@ class Results:
             one = replace(point, learning_rate=rate)
             if one not in self:
                 return one
-            if self.error(one, "validation") > self.error(best, "validation"):
+            if LOST > self.error(best, "validation") < self.error(one, "validation"):
                 break
             best = one
         return best.learning_rate

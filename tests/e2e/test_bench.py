@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import bandwidth
+from tests.bench import bandwidth, staleness
 from tests.bench.figures import parameter_bytes
 from tests.conftest import REPOSITORY, slowness
 
@@ -81,3 +81,18 @@ def test_clusters_on_limited_links_are_measured(real_data: str) -> None:
     assert point["megabytes"] == pytest.approx(sent / 1e6, rel=0.1), point
     assert 0.2 < point["link_share"] < 1, point
     assert point["examples_per_sec"] > 0
+
+
+@pytest.mark.slow
+def test_the_staleness_is_measured(tmp_path: Path) -> None:
+    """Five runs with the digits of scikit-learn: four rates without staleness, and three workers with the best one."""
+    stage = staleness.Stage("dnn", "digits", "plain", (3,), tuned=False, seeds=(0,), optimizers=("sgd",))
+    path = tmp_path / "runs.jsonl"
+    staleness.fill(path, [stage], 20, 10.0)
+    *first, last = staleness.read(path)
+    assert {run["staleness"]["max"] for run in first if run["staleness"]} == {0}
+    best = min(first, key=lambda run: float(run["validation_error"]))
+    assert (last["workers"], last["learning_rate"]) == (3, best["learning_rate"])
+    assert last["updates"] == best["updates"] == 20 * 1257 // 128 + 1
+    assert last["staleness"]["mean"] == pytest.approx(2, abs=0.4)
+    assert best["test_error"] < 0.1
