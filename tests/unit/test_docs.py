@@ -261,7 +261,8 @@ def test_every_option_that_is_named_exists(page: str) -> None:
 
 
 def test_every_flag_that_is_named_exists() -> None:
-    helps = f"{render.__doc__}{doctor.__doc__}{(REPOSITORY / 'tests/bench/__main__.py').read_text()}"
+    programs = "".join((REPOSITORY / f"tests/bench/{name}.py").read_text() for name in ("__main__", "staleness"))
+    helps = f"{render.__doc__}{doctor.__doc__}{programs}"
     hydras = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     known = {*re.findall(r"--[a-z]+", helps), *hydras, *FOREIGN_FLAGS, "--help"}
     named = {flag for page in MENTIONED.keys() - ABOUT_OTHERS for flag in re.findall(r"<(--[a-z-]+)", MENTIONED[page])}
