@@ -12,7 +12,7 @@ from tests.replica.test_sync import train
 from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
 from tf2dist.training import stragglers
-from tf2dist.training.stragglers import TIMELINE_TOKEN
+from tf2dist.training.stragglers import DELAY_TOKEN, TIMELINE_TOKEN
 
 MakeLoop = Callable[..., Any]
 DELAY_SECS = 0.05
@@ -56,6 +56,16 @@ def test_without_the_option_nothing_is_in_the_graph(fixture: str, request: pytes
     make: MakeLoop = request.getfixturevalue(fixture)
     assert nodes_of(make(run_config())) == 0
     assert nodes_of(make(config_of())) == 20, "each of the ten steps of a call has a begin and an end"
+
+
+def test_a_step_begins_when_what_was_pulled_is_on_the_worker(async_loop: MakeLoop) -> None:
+    """A control dependency on what a ps has made would not wait for its transfer."""
+    loop = async_loop(config_of([DELAY_SECS] * 4))
+    called = [op for op in loop._scheduler.function.graph.get_operations() if op.type == "PyFunc"]
+    calls = [op for op in called if op.get_attr("token").decode() in (TIMELINE_TOKEN, DELAY_TOKEN)]
+    assert len(calls) == 30, "a begin, a delay and an end of each of the ten steps of a call"
+    for call in calls:
+        assert {one.device for one in call.control_inputs} == {call.device}
 
 
 @pytest.mark.parametrize("fixture", ["async_loop", pytest.param("replicas_loop", marks=pytest.mark.thorough)])

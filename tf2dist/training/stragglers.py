@@ -142,8 +142,20 @@ class Recorder:
         return file
 
 
+def arrived(tensors: Tensors) -> Tensors:
+    """The tensors on the worker.
+
+    What waits for a tensor of a ps by a control dependency does not wait for the transfer: it only hears that the ps
+    has made the tensor.
+    """
+    with tf.device("CPU:0"):
+        copies: Tensors = tf.nest.map_structure(tf.identity, tensors)
+        return copies
+
+
 def recorded(tensors: Tensors, worker: Any, *, has_ended: bool) -> Tensors:
     """The tensors, once it is recorded that all of them are there. Each worker must have called `publish_recorder`."""
+    tensors = arrived(tensors)
     with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(tensors)):
         inputs = [tf.cast(worker, tf.int64), tf.constant(has_ended)]
         noted = tf.raw_ops.PyFunc(input=inputs, token=TIMELINE_TOKEN, Tout=[tf.int64])
@@ -180,6 +192,7 @@ class Stragglers:
             return inputs
         with tf.device("CPU:0"):
             step = tf.cast(counted, tf.int64) + number
+            inputs = arrived(inputs)
             with tf.control_dependencies(tf.nest.flatten(inputs)):
                 asked = [tf.cast(worker, tf.int64), step]
                 waited = tf.raw_ops.PyFunc(input=asked, token=DELAY_TOKEN, Tout=[tf.float64])
