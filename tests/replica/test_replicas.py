@@ -98,6 +98,17 @@ def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps:
     assert loop.progress.loss < 2.2
 
 
+def test_what_calls_have_left_is_not_computed_once_the_steps_are_made(replicas_loop: MakeLoop) -> None:
+    """Over a slow network it would send whole models both ways for minutes; a worker learns it with its next pull."""
+    loop = replicas_loop(replicas_config(1, steps_per_execution=20), num_workers=4, num_ps=2)
+    for training, step in enumerate((20, 40), 1):
+        loop.train(step)
+        counts = loop._graphs.deciding.counts()
+        assert counts.step == step
+        assert counts.refused <= 4 * training, "steps after the end"
+    assert loop.progress.loss < 2.3
+
+
 def test_the_watchdog_learns_that_the_last_calls_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may take minutes over a slow network, and a worker that makes no progress is told from that."""
     noted: list[int] = []

@@ -162,23 +162,35 @@ class PsGraphs(abc.ABC):
                 call = self._begin(num_steps, worker, *limit)
                 batches = self.input.batches(worker, call.batches)
                 routed = [self._route(batch) for batch in batches]
-            losses = []
-            pulled = self._pull(call, routed[0].requests)
+            sent: Any = self._pull(call, routed[0].requests)
+            losses = [tf.zeros([])]
             for number, batch in enumerate(batches, 1):
-                pulled = self.stragglers.delayed(pulled, worker, call.local_steps, number)
                 with tf.device(ACCELERATOR):
                     # Waits for no earlier step: the batches of a call are on their way while it computes.
                     on_device = [tf.identity(leaf) for leaf in batch]
-                    pushes, loss = self._compute(pulled, on_device, worker, routed[number - 1])
-                pushes = self.stragglers.computed(pushes, worker)
-                if number < num_steps:
-                    pulled = self._exchange(call, pushes, number, routed[number].requests)
-                else:
-                    after = self._push(call, pushes, number)
+                train = functools.partial(self._train_step, call, number, on_device, routed)
+                sent, loss = self._train_if_open(call, sent, train, losses[-1], is_last=number == num_steps)
                 losses.append(loss)
-            self._log(call, after, tf.reduce_mean(losses))
+            self._log(call, sent, tf.reduce_mean(losses[1:]))
 
         return tf.function(steps, autograph=False).get_concrete_function(*self._limit_types())
+
+    def _train_step(
+        self, call: PsCall, number: int, batch: list[tf.Tensor], routed: list[Routed], pulled: list[WireTensors]
+    ) -> tuple[Any, tf.Tensor]:
+        """One step of a call; returns what the next one pulls, or what `_push` does if it is the last, and the loss.
+
+        Args:
+            number: of the step in its call, from 1.
+            routed: of all steps of the call.
+        """
+        pulled = self.stragglers.delayed(pulled, call.worker, call.local_steps, number)
+        with tf.device(ACCELERATOR):
+            pushes, loss = self._compute(pulled, batch, call.worker, routed[number - 1])
+        pushes = self.stragglers.computed(pushes, call.worker)
+        if number < len(routed):
+            return self._exchange(call, pushes, number, routed[number].requests), loss
+        return self._push(call, pushes, number), loss
 
     def evaluate_function(self) -> Any:
         """``function(number, first, last)``: the sums over that range of a split; see `Step.evaluate`.
@@ -278,6 +290,23 @@ class PsGraphs(abc.ABC):
     @abc.abstractmethod
     def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:
         """Pulls from each ps for the first step of a call; `requests`: of rows, see `Routed`."""
+
+    def _train_if_open(
+        self,
+        call: PsCall,
+        pulled: list[WireTensors],
+        train: Callable[[list[WireTensors]], tuple[Any, tf.Tensor]],
+        loss: tf.Tensor,
+        *,
+        is_last: bool,
+    ) -> tuple[Any, tf.Tensor]:
+        """What `train` returns for what was pulled; or the like without a step, where the ps have said that it is over.
+
+        Args:
+            loss: of the step before, which the worker's log then shows.
+            is_last: whether the step is the last one of its call.
+        """
+        return train(pulled)
 
     @abc.abstractmethod
     def _exchange(

@@ -6,7 +6,7 @@ with calls, opens the servers for a training and closes them at its end.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -111,6 +111,24 @@ class SyncReplicasGraphs(PsGraphs):
 
     def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:
         return self._follow(self.deciding.begin(call.worker, *requests[0]), requests)
+
+    def _train_if_open(
+        self,
+        call: PsCall,
+        pulled: list[WireTensors],
+        train: Callable[[list[WireTensors]], tuple[Any, tf.Tensor]],
+        loss: tf.Tensor,
+        *,
+        is_last: bool,
+    ) -> tuple[Any, tf.Tensor]:
+        def skip() -> tuple[Any, tf.Tensor]:
+            return (self.deciding.pushed_by(call.worker) if is_last else pulled), loss
+
+        # Once the training is over, the steps that calls have left would still send whole models both ways, which takes
+        # minutes over a slow network, and change nothing.
+        with tf.device("CPU:0"):
+            is_open = self.deciding.pull_layout.unpack(pulled[0]).open
+        return tf.cond(is_open[0] > 0, lambda: train(pulled), skip)
 
     def _exchange(
         self, call: PsCall, pushes: list[WireTensors], number: int, requests: list[Request]

@@ -191,8 +191,9 @@ class DecidingServer(AggregatingServer):
         self.step.assign(step)
         self._counters.restore(aggregated, dropped)
 
-    def _made_by(self) -> list[tf.Tensor]:
-        return [tf.cast(self._counters.made_by.read_value(), tf.float32)]
+    def _told(self) -> list[tf.Tensor]:
+        is_open = self.step.read_value() < self._limit.read_value()
+        return [tf.cast(self._counters.made_by.read_value(), tf.float32), tf.cast(is_open, tf.float32)[None]]
 
     def _begin(self, worker: tf.Tensor, *request: tf.Tensor) -> WireTensors:
         """The pull at the beginning of a call, which may have to wait for the end of the step."""

@@ -68,12 +68,14 @@ class Pulled(NamedTuple):
         applied: the updates that these values contain at least.
         rows: of each table the rows that were asked for, [n, columns].
         made_by: with mode=sync_replicas which workers made the last update, float32 [workers].
+        open: with mode=sync_replicas whether the ps takes gradients, float32 [1].
     """
 
     values: list[tf.Tensor]
     applied: PackedCount
     rows: list[tf.Tensor]
     made_by: tf.Tensor | None = None
+    open: tf.Tensor | None = None
 
 
 class Pushed(NamedTuple):
@@ -207,7 +209,7 @@ class PullLayout:
     Args:
         variables: those whose values are pulled.
         tables: those of which rows are pulled.
-        num_workers: of which is told who made the last update; None if that is not told.
+        num_workers: of which is told who made the last update, and whether the ps is open; None if that is not told.
         narrow: see `Buckets`.
     """
 
@@ -218,20 +220,21 @@ class PullLayout:
         num_workers: int | None = None,
         narrow: tf.DType | None = None,
     ) -> None:
-        self._sizes, self.rows = [COUNT] if num_workers is None else [COUNT, num_workers], RowsLayout(tables, narrow)
+        self._sizes, self.rows = [COUNT] if num_workers is None else [COUNT, num_workers, 1], RowsLayout(tables, narrow)
         self._buckets = Buckets(variables, sum(self._sizes), narrow=narrow)
         self.specs = self.rows.open(self._buckets.specs)
 
     def pack(
-        self, values: list[tf.Tensor], applied: PackedCount, rows: Sequence[tf.Tensor] = (), *made_by: tf.Tensor
+        self, values: list[tf.Tensor], applied: PackedCount, rows: Sequence[tf.Tensor] = (), *told: tf.Tensor
     ) -> WireTensors:
-        return self._buckets.pack(values, applied.bits, *made_by, *self.rows.pack(rows))
+        """Packs a pull; `told`: with mode=sync_replicas the fields `made_by` and `open` of `Pulled`."""
+        return self._buckets.pack(values, applied.bits, *told, *self.rows.pack(rows))
 
     def unpack(self, buckets: WireTensors, request: Request = ()) -> Pulled:
         """Reads what was packed; `request`: of the rows, or none if they are not needed."""
         values, (bits, *others) = self._buckets.unpack(buckets, *self._sizes, *self.rows.sizes)
-        made_by, flat = others[: len(self._sizes) - 1], others[len(self._sizes) - 1 :]
-        return Pulled(values, PackedCount(bits), self.rows.unpack(flat, request), *made_by)
+        told, flat = others[: len(self._sizes) - 1], others[len(self._sizes) - 1 :]
+        return Pulled(values, PackedCount(bits), self.rows.unpack(flat, request), *told)
 
 
 class PushLayout:
