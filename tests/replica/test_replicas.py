@@ -98,8 +98,10 @@ def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps:
     assert loop.progress.loss < 2.2
 
 
-def test_what_calls_have_left_is_not_computed_once_the_steps_are_made(replicas_loop: MakeLoop) -> None:
-    """Over a slow network it would send whole models both ways for minutes; a worker learns it with its next pull."""
+@pytest.mark.parametrize("large_bytes", [256], indirect=True)
+@pytest.mark.usefixtures("large_bytes")
+def test_large_models_are_not_sent_once_the_steps_are_made(replicas_loop: MakeLoop) -> None:
+    """What calls have left then would take minutes over a slow network; a worker learns of it with its next pull."""
     loop = replicas_loop(replicas_config(1, steps_per_execution=20), num_workers=4, num_ps=2)
     for training, step in enumerate((20, 40), 1):
         loop.train(step)

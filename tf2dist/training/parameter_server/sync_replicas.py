@@ -124,11 +124,14 @@ class SyncReplicasGraphs(PsGraphs):
         def skip() -> tuple[Any, tf.Tensor]:
             return (self.deciding.pushed_by(call.worker) if is_last else pulled), loss
 
-        # Once the training is over, the steps that calls have left would still send whole models both ways, which takes
-        # minutes over a slow network, and change nothing.
+        # The steps that calls have left when the training is over change nothing, but those of a large model would send
+        # it both ways for minutes over a slow network. To ask costs a small model a third of its rate.
+        if all(len(server.push_layout.specs) == 1 for server in self.servers):
+            return train(pulled)
         with tf.device("CPU:0"):
-            is_open = self.deciding.pull_layout.unpack(pulled[0]).open
-        return tf.cond(is_open[0] > 0, lambda: train(pulled), skip)
+            is_open = self.deciding.was_open(pulled[0])
+        after: tuple[Any, tf.Tensor] = tf.cond(is_open, lambda: train(pulled), skip)
+        return after
 
     def _exchange(
         self, call: PsCall, pushes: list[WireTensors], number: int, requests: list[Request]

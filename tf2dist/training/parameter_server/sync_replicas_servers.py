@@ -180,6 +180,12 @@ class DecidingServer(AggregatingServer):
         self._set_limit(tf.constant(CLOSED))
         return self.exact_layout.unpack(self.pull_exactly())
 
+    def was_open(self, pulled: WireTensors) -> tf.Tensor:
+        """On a worker: whether the ps took gradients when this was pulled."""
+        told = self.pull_layout.unpack(pulled).open
+        assert told is not None
+        return told[0] > 0
+
     def counts(self) -> GradientCounts:
         return self._counters.split(self._read().numpy())
 
