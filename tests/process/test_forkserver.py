@@ -67,6 +67,15 @@ def test_what_a_task_has_started_dies_with_a_fork_server_that_is_killed_at_once(
         assert psutil.wait_procs(started, timeout=5)[1] == []
 
 
+def test_a_task_keeps_no_descriptors_of_those_before_it(tmp_path: Path) -> None:
+    names = ("worker-0", "worker-1", "worker-2")
+    with Launcher(tmp_path) as launcher:
+        for name in names:
+            start(launcher, name, "wait")
+        open_files = [psutil.Process(said(launcher)["pid"]).num_fds() for _ in names]
+    assert len(set(open_files)) == 1
+
+
 def test_a_fork_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """And a retry would end in the same way."""
     with Launcher(tmp_path, preload=("no_such_module",)) as launcher, pytest.raises(TrainingError) as error:

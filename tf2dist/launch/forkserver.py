@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tf2dist import linux
@@ -115,9 +115,18 @@ class Forked(NamedTuple):
         os.close(self.inbox)
         remove_generated(self.generated)
 
+    def close_in_child(self) -> None:
+        """In a task that was forked after this one, which would otherwise keep its input open."""
+        os.close(self.inbox)
+        os.close(self.generated)
 
-def fork_task(request: Start, sock: socket.socket) -> tuple[int, Forked]:
-    """Forks one task; returns its process id."""
+
+def fork_task(request: Start, sock: socket.socket, others: Iterable[Forked] = ()) -> tuple[int, Forked]:
+    """Forks one task; returns its process id.
+
+    Args:
+        others: the tasks that were forked before and have not ended.
+    """
     parent_pid = os.getpid()
     read_end, write_end = os.pipe()
     generated = new_generated_list()
@@ -131,6 +140,9 @@ def fork_task(request: Start, sock: socket.socket) -> tuple[int, Forked]:
         return pid, Forked(request.task, write_end, generated)
     code = 1
     try:
+        os.close(write_end)
+        for other in others:
+            other.close_in_child()
         code = run_child(request, sock, parent_pid, read_end, generated)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -190,7 +202,7 @@ def serve(sock: socket.socket, wakeup: int) -> int:
                     forward(inboxes.get(request.task), request.line)
                     continue
                 try:
-                    pid, task = fork_task(request, sock)
+                    pid, task = fork_task(request, sock, tasks.values())
                 except OSError as error:  # no more processes or memory
                     print(f"cannot start {request.task}: {error}", file=sys.stderr, flush=True)
                     return 1
