@@ -55,6 +55,8 @@ def test_large_tables_of_a_function_are_read_when_the_model_is_asked_for(mode: s
     assert grown < TABLE_BYTES / 2, "a table came to this process"
     saved = tf2dist.load_model(tmp_path / "run")
     assert result.model is result.model
+    assert result.model.history.history == result.history
+    assert result.model.history.model is result.model
     assert_equal(result.model, saved)
     assert float(result.model.optimizer.learning_rate) == np.float32(0.05)
     assert [np.array(seed).tolist() for seed in seeds_of(result.model)] == [[3, 40]]

@@ -230,9 +230,14 @@ class FitRun:
             return Result(history, summary, folder, mirror_of_own.model)
         build = partial(local_model, self.arguments.model, self.splits.layout)
         state = mirror_of_own.rates_and_seeds()
-        return Result(
-            history, summary, folder, partial(finished_model, build, self.splits.layout, folder, session.step, state)
-        )
+
+        def read_model() -> keras.Model:
+            model = finished_model(build, self.splits.layout, folder, session.step, state)
+            callbacks.history.set_model(model)
+            model.history = callbacks.history  # as `keras.Model.fit` leaves it
+            return model
+
+        return Result(history, summary, folder, read_model)
 
     @contextmanager
     def _left_as_saved(self, mirror_of_own: Mirror) -> Iterator[None]:
