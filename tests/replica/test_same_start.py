@@ -3,14 +3,16 @@
 import os
 import re
 import tempfile
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
-from tests.replica.small_runs import run_config, sync_loop
+from tests.replica.small_runs import run_config, source_and_splits, sync_loop
 from tf2dist import data, registry
 from tf2dist.checkpoint.snapshot import Weights
 from tf2dist.config.schema import RunConfig
@@ -83,6 +85,22 @@ def test_optimizers_without_a_configuration_can_be_compared() -> None:
         for rate in (Rate(), lambda: 0.25, 0.25)
     ]
     assert function == number != schedule
+
+
+def test_weights_are_compared_without_a_copy_of_them() -> None:
+    """A worker keeps the memory that it frees, so copies at the start would stay for the whole run."""
+    config = run_config()
+    _, splits = source_and_splits(config)
+    kernel = keras.Variable(np.ones([1024, 1024], np.float32))
+    alone: Any = SimpleNamespace(count=1, index=0, add_up=lambda digests: digests)
+    tracemalloc.start()
+    try:
+        optimizer = keras.optimizers.SGD()
+        sync_setup.synchronize_initial_state(config, splits, optimizer, alone, {"model/kernel": [kernel]}, ())
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 1 << 20
 
 
 @pytest.mark.parametrize("model", [pytest.param("own_weights", marks=pytest.mark.slow), "own_table"])

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import (
@@ -70,7 +71,8 @@ def synchronize_initial_state(
         for first, last in row_pieces(variable) if name in by_row else []:
             weights.update(read_piece(variable, first, last).data)
         if name not in by_row:
-            weights.update(np.ascontiguousarray(variable.numpy()).tobytes())
+            # Neither `numpy()` nor `tobytes()`: the process would keep the memory of these copies of the model.
+            weights.update(np.ascontiguousarray(tf.convert_to_tensor(variable)).reshape(-1).view(np.uint8).data)
 
     # Each worker fills its own row, so the sum holds the rows of all.
     digests = np.zeros([workers.count, len(own) + 1])
