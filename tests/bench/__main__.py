@@ -5,7 +5,6 @@ bench.json already and are not run again stay there.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -31,7 +30,7 @@ from rich.table import Table as RichTable
 
 from tests.bench import bandwidth, growth, page, scale
 from tests.bench.comparisons import Comparison, Table
-from tests.bench.contenders import ContenderError
+from tests.bench.contenders import INSTALL, ContenderError, is_installed
 from tests.bench.page import shown, target_of
 from tf2dist.config.schema import DataConfig
 from tf2dist.palette import BLUE, VERMILLION
@@ -59,7 +58,7 @@ def run(comparison: Comparison, rounds: int, console: Console) -> dict[str, Any]
     values: dict[str, list[float]] = {name: [] for name in comparison.contenders}
     for number in range(rounds):
         for contender, measure in comparison.contenders.items():
-            if contender == "torch gloo" and importlib.util.find_spec("torch") is None:
+            if not is_installed(contender):
                 continue
             try:
                 values[contender].append(measure())
@@ -205,15 +204,18 @@ def main() -> int:
             parser.error(f"--only ({options.only}): names none of {names}, scale, bandwidth")
         results = []
         for comparison in chosen:
-            results.append(run(comparison, options.rounds, console) | circumstances(options))
+            begun = os.getloadavg()[0]
+            result = run(comparison, options.rounds, console) | circumstances(options)
+            results.append(result | {"load": round((begun + os.getloadavg()[0]) / 2, 1)})
             write(merged(options.out, results), options.out)
         run_points(scale, sizes, options, console, growth.update)
         run_points(bandwidth, links, options, console, bandwidth.update)
     if not results:
         return 0
     show(results, console)
-    if importlib.util.find_spec("torch") is None:
-        console.print("torch is not installed and did not take part: .venv/bin/pip install -e '.[torch]'", markup=False)
+    for contender, command in INSTALL.items():
+        if not is_installed(contender):
+            console.print(f"{contender} is not installed and did not take part: {command}", markup=False)
     draw(merged(options.out, results), options.out / "bench.png")
     console.print(f"{options.out}/bench.json, {options.out}/benchmarks.md, {options.out}/bench.png")
     return 0

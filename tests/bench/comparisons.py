@@ -26,6 +26,7 @@ STEPS = {
     ("sync", "50 million"): 8,
     ("async", "tables"): 6_000,
     ("sync", "tables"): 2_000,
+    ("async", "wide and deep"): 200,
 }
 SMALL = ("softmax", "dnn", "cnn")
 LARGE = ("2 million", "12 million", "50 million")  # parameters
@@ -72,8 +73,10 @@ class Table:
         yield from self._sync_replicas()
         yield from self._stragglers()
         yield from self._torch()
+        yield from self._keras_on_jax()
         yield from self._large()
         yield from self._tables()
+        yield from self._wide_and_deep()
         yield from self._links()
         yield from self._deep()
         yield from self._one_process()
@@ -81,7 +84,7 @@ class Table:
         yield from self._fit()
         yield from self._start()
         yield from self._memory()
-        yield from self._scaling()
+        yield from self._coordinator()
 
     def _steps(self, mode: str, model: str, share: float = 1.0) -> int:
         return max(8, int(STEPS[mode, model] * self._scale * share))
@@ -151,6 +154,18 @@ class Table:
                 name = f"torch {model} {num_workers} workers"
                 yield Comparison(name, "steps/s", contenders, ("tf2dist", "torch gloo"), 1.2)
 
+    def _keras_on_jax(self) -> Iterator[Comparison]:
+        peers = {"keras jax": ("keras jax", 0.2), "torch gloo": ("torch", 0.6), "old program": ("old", 0.3)}
+        ends = ("tf2dist", "keras jax")
+        for model in (*SMALL, LARGE[0]):
+            rates = {"tf2dist": self._ours("sync", model, num_workers=2)}
+            starts: dict[str, Measure] = {"tf2dist": partial(figures.secs_to_first_step, "sync", model, 2)}
+            for name, (contender, share) in peers.items():
+                rates[name] = self._peer(contender, "sync", model, 2, share)
+                starts[name] = partial(figures.peer_first_step_secs, contender, "sync", model, 2, self._arrays)
+            yield Comparison(f"jax {model}", "steps/s", rates, ends, 1.0)
+            yield Comparison(f"jax start {model}", "s", starts, ends, 1.0, at_least=False)
+
     def _large(self) -> Iterator[Comparison]:
         """Where what counts is how often the parameters are copied, and no longer what a call costs."""
         for model, target in zip(LARGE, (1.3, 1.0, 1.0), strict=True):
@@ -208,6 +223,19 @@ class Table:
             ends = (many, f"{few} + {more}")
             contenders = {ends[0]: partial(measure, many), ends[1]: partial(tables.more_than, more, measure, few)}
             yield Comparison(f"tables {name}", unit, contenders, ends, 1.0, at_least=False)
+
+    def _wide_and_deep(self) -> Iterator[Comparison]:
+        """Where a step touches rows of 52 tables, and dense layers of three million parameters."""
+        steps = self._steps("async", "wide and deep")
+        contenders = {
+            "tf2dist": partial(tables.wide_and_deep_rate, "async", 2, steps),
+            "old program": partial(tables.peer_wide_and_deep_rate, "old", 2, steps),
+            "tf2dist, sync": partial(tables.wide_and_deep_rate, "sync", 2, steps),
+            "tf2dist, 1 worker": partial(tables.wide_and_deep_rate, "sync", 1, steps),
+            "keras fit": partial(tables.peer_wide_and_deep_rate, "keras_fit", 1, steps),
+        }
+        ends = ("tf2dist", "old program")
+        yield Comparison("wide and deep", "examples/s and core", contenders, ends, 1.0)
 
     def _links(self) -> Iterator[Comparison]:
         """What crosses the links of hosts, and links that are slower than the hosts."""
@@ -317,19 +345,8 @@ class Table:
             }
             yield Comparison(f"added worker {model}", "MB", added, ("4th worker", "limit"), 1.0, at_least=False)
 
-    def _scaling(self) -> Iterator[Comparison]:
-        for mode, sizes, target, steps in (
-            ("async", (1, 2, 4, 8, 16, 32), 0.90, max(20, int(600 * self._scale))),
-            ("sync", (1, 2, 4, 8, 16), 0.80, max(20, int(200 * self._scale))),
-        ):
-            contenders = {f"{n} workers": partial(figures.sleeping_rate, mode, n, steps) for n in sizes}
-            ends = (f"{sizes[-1]} workers", f"{sizes[0]} workers")
-            yield Comparison(f"scaling {mode}", "steps/s and worker", contenders, ends, target)
+    def _coordinator(self) -> Iterator[Comparison]:
         few, many = (int(steps * self._scale) for steps in (10_000, 40_000))
         cpu = {f"{steps} steps": partial(figures.coordinator_cpu, steps) for steps in (few, many)}
         ends = (f"{many} steps", f"{few} steps")
         yield Comparison("coordinator", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)
-        steps = int(400 * self._scale)  # of each worker
-        cpu = {f"{n} workers": partial(figures.coordinator_cpu, steps * n, n, figures.delays(n)) for n in (4, 32)}
-        ends = ("32 workers", "4 workers")
-        yield Comparison("coordinator workers", "CPU s for 1,000 steps", cpu, ends, 1.25, at_least=False)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.bench.workload import TABLE_ROWS, Workload
@@ -21,14 +22,28 @@ from tf2dist.tf_constants import ONEDNN
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_FAIL_FAST": "use_caller", "NO_GCE_CHECK": "true"}
 TIMEOUT_SECS = 300.0
 START_TIMEOUT_SECS = 60.0
+# TensorFlow imports JAX where it is installed, and starts seconds later. So JAX has an environment of its own.
+JAX_PYTHON = Path(__file__).parents[2] / "build/jax/bin/python"
+# How to install those that not every machine has.
+INSTALL = {
+    "torch gloo": ".venv/bin/pip install -e '.[torch]'",
+    "keras jax": ".venv/bin/python -m venv build/jax && build/jax/bin/pip install keras jax",
+}
 MODULES = {
     "old": "old_program",
     "old, our threads": "old_program",
     "old, oneDNN": "old_program",
     "plain": "plain_port",
     "torch": "torch_ddp",
+    "keras jax": "keras_jax",
     "keras_fit": "one_process",
 }
+
+
+def is_installed(contender: str) -> bool:
+    if contender == "torch gloo":
+        return find_spec("torch") is not None
+    return contender != "keras jax" or JAX_PYTHON.exists()
 
 
 class ContenderError(Exception):
@@ -51,10 +66,10 @@ def jobs_of(contender: str, mode: str, num_workers: int, num_ps: int) -> dict[st
 @contextmanager
 def peer(
     contender: str, mode: str, model: str, num_workers: int, steps: int, arrays: str, accuracy: float = 0.0
-) -> Iterator[tuple[float, subprocess.Popen[str]]]:
-    """Any contender but ours, and its leader, which waits.
+) -> Iterator[tuple[dict[str, float], subprocess.Popen[str]]]:
+    """Any contender but ours: what it has measured, and its leader, which waits.
 
-    What it has measured is its rate over `steps` global steps, after as many, or the seconds to an accuracy.
+    The "figure" is its rate over `steps` global steps, after as many, or the seconds to an accuracy.
     """
     # The tables of embeddings lie on both the ps.
     jobs = jobs_of(contender, mode, num_workers, num_ps=2 if model in TABLE_ROWS else 1)
@@ -69,7 +84,7 @@ def peer(
                     _wait_for([address for other in ("ps", "worker") for address in jobs[other]])
                 workload = Workload(mode, model, jobs, job, index, 2 * steps, steps, arrays, accuracy)
                 processes[job, index] = _start(contender, workload, Path(folder))
-            yield _result(processes[leader])["figure"], processes[leader]
+            yield _result(processes[leader]), processes[leader]
         except ContenderError as error:
             what = f"{contender} {mode} {model} with {num_workers} workers"
             raise ContenderError(f"{what}: {error}\n{_tails(Path(folder))}") from None
@@ -96,9 +111,10 @@ def _wait_for(addresses: list[str]) -> None:
 def _start(contender: str, workload: Workload, logs: Path) -> subprocess.Popen[str]:
     module = f"tests.bench.{MODULES.get(contender, 'one_process')}"
     more = {ONEDNN: "1"} if contender == "old, oneDNN" else {}
+    python = JAX_PYTHON if contender == "keras jax" else sys.executable
     with open(logs / f"{workload.job}-{workload.index}.log", "w") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", module, workload.to_argument(), contender],
+            [python, "-m", module, workload.to_argument(), contender],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -21,8 +21,15 @@ SLEEP_SECS = 0.05  # the time of a step that does nothing else
 
 def peer_rate(contender: str, mode: str, model: str, num_workers: int, steps: int, arrays: str) -> float:
     """Global steps per second."""
-    with peer(contender, mode, model, num_workers, steps, arrays) as (rate, _):
-        return rate
+    with peer(contender, mode, model, num_workers, steps, arrays) as (found, _):
+        return found["figure"]
+
+
+def peer_first_step_secs(contender: str, mode: str, model: str, num_workers: int, arrays: str) -> float:
+    """From the start of the processes to the end of the first step."""
+    start = time.time()
+    with peer(contender, mode, model, num_workers, 1, arrays) as (found, _):
+        return found["first_step_at"] - start
 
 
 def our_rate(
@@ -69,12 +76,12 @@ def plugin_options(plugin: str) -> list[str]:
     return [f"plugins=[{PLUGINS}]"]
 
 
-def one_step(mode: str) -> OurRun:
-    return our_run(f"mode={mode}", "cluster=local3", "model=dnn", "optimizer=sgd", "train.steps=1")
+def one_step(mode: str, model: str = "dnn", num_workers: int = 3) -> OurRun:
+    return our_run(f"mode={mode}", *cluster_of(num_workers), *model_of(model), "optimizer=sgd", "train.steps=1")
 
 
-def secs_to_first_step(mode: str) -> float:
-    return one_step(mode).first_step_secs()
+def secs_to_first_step(mode: str, model: str = "dnn", num_workers: int = 3) -> float:
+    return one_step(mode, model, num_workers).first_step_secs()
 
 
 def secs_of_one_step(mode: str) -> float:
@@ -154,8 +161,8 @@ def secs_to_accuracy(mode: str, accuracy: float) -> float:
 
 def peer_secs_to_accuracy(contender: str, mode: str, accuracy: float, arrays: str) -> float:
     """The same of another contender."""
-    with peer(contender, mode, "dnn", 3, 1_000_000, arrays, accuracy) as (secs, _):
-        return secs
+    with peer(contender, mode, "dnn", 3, 1_000_000, arrays, accuracy) as (found, _):
+        return found["figure"]
 
 
 def our_pss_mb(num_workers: int, steps: int, model: str = "dnn") -> float:
@@ -196,23 +203,10 @@ def task_of(launcher: int, name: str) -> psutil.Process:
     return next(one for one in family if os.readlink(f"/proc/{one.pid}/fd/1").endswith(f"{name}.log"))
 
 
-def sleeping_rate(mode: str, num_workers: int, steps_of_a_worker: int) -> float:
-    """Steps per second and worker, over the second half of a run whose steps compute almost nothing; see `delays`."""
-    times = num_workers if mode == "async" else 1  # there each worker's step is a global step
-    steps = steps_of_a_worker * times
-    overrides = [f"mode={mode}", "model=softmax", "optimizer=sgd", f"train.steps={steps}"]
-    return our_run(*cluster_of(num_workers), *overrides, delays(num_workers)).rate(steps // 2) / times
-
-
-def delays(num_workers: int) -> str:
-    """The option with which every step takes SLEEP_SECS more."""
-    return f"simulate.delay_secs={[SLEEP_SECS] * num_workers}".replace(" ", "")
-
-
-def coordinator_cpu(steps: int, num_workers: int = 16, *options: str) -> float:
+def coordinator_cpu(steps: int) -> float:
     """Seconds of the coordinator's CPU for each 1,000 of `steps`, after as many others."""
-    overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000", *options]
-    with our_process(*cluster_of(num_workers), *overrides) as (process, run_dir):
+    overrides = ["mode=async", "model=softmax", "optimizer=sgd", "train.steps=1000000"]
+    with our_process(*cluster_of(16), *overrides) as (process, run_dir):
         first = wait_for_step(run_dir, steps)
         chief = task_of(process.pid, "chief-0")
         before = chief.cpu_times()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.bench import click_log
 from tests.bench.workload import (
     CLICKS_BATCH_SIZE,
     COLUMNS,
@@ -95,10 +96,10 @@ def classifier(workload: Workload) -> Program:
     return Program([images, labels], batches, loss, optimizer, 600, accuracy, held_out)
 
 
-def embedded(ids: tf.Tensor, name: str, rows: int, num_ps: int) -> tf.Tensor:
+def embedded(ids: tf.Tensor, name: str, rows: int, num_ps: int, columns: int = COLUMNS) -> tf.Tensor:
     """Rows of a table that lies on all the ps."""
     with v1.variable_scope(name, partitioner=v1.fixed_size_partitioner(num_ps)):
-        table = v1.get_variable("table", [rows, COLUMNS], initializer=v1.random_uniform_initializer(-0.05, 0.05))
+        table = v1.get_variable("table", [rows, columns], initializer=v1.random_uniform_initializer(-0.05, 0.05))
     return v1.nn.embedding_lookup(table, ids, partition_strategy="mod")
 
 
@@ -119,6 +120,31 @@ def clicks(workload: Workload) -> Program:
     return Program([*inputs.values(), clicked], batches, loss, optimizer, save_secs=0)
 
 
+def wide_and_deep(workload: Workload) -> Program:
+    """The model of `click_log`."""
+    x, y = click_log.examples()
+    numbers, ids = (v1.placeholder(array.dtype, [None, *array.shape[1:]]) for array in x.values())
+    clicked = v1.placeholder(tf.float32, [None, 1])
+    num_ps, rows = len(workload.jobs["ps"]), click_log.ROWS
+    deep_rows, wide_rows = (
+        [embedded(ids[:, i], f"{part}{i}", rows, num_ps, size) for i, size in enumerate(sizes)]
+        for part, sizes in (("deep", click_log.COLUMNS), ("wide", [1] * len(click_log.COLUMNS)))
+    )
+    deep = tf.concat([numbers, *deep_rows], 1)
+    for number, units in enumerate(click_log.HIDDEN_UNITS):
+        deep = dense(deep, f"hidden{number}", units, relu=True)
+    logits = tf.add_n([dense(deep, "deep", 1, relu=False), dense(numbers, "wide", 1, relu=False), *wide_rows])
+    loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=clicked, logits=logits))
+    batches = Batches([*x.values(), y], workload.index, click_log.BATCH_SIZE)
+    return Program([numbers, ids, clicked], batches, loss, v1.train.AdagradOptimizer(LEARNING_RATE), save_secs=0)
+
+
+BUILDERS: dict[str, Callable[[Workload], Program]] = {
+    **dict.fromkeys(TABLE_ROWS, clicks),
+    click_log.WIDE_AND_DEEP: wide_and_deep,
+}
+
+
 def main(workload: Workload) -> None:
     v1.disable_v2_behavior()
     is_chief = workload.index == 0
@@ -133,7 +159,7 @@ def main(workload: Workload) -> None:
     if workload.job == "ps":
         server.join()
 
-    build: Callable[[Workload], Program] = clicks if workload.model in TABLE_ROWS else classifier
+    build = BUILDERS.get(workload.model, classifier)
     more: dict[str, Any] = {}
     with v1.device(v1.train.replica_device_setter(worker_device=f"/job:worker/task:{workload.index}", cluster=cluster)):
         global_step = v1.train.get_or_create_global_step()

@@ -22,6 +22,11 @@ TOPICS = {
     ),
     "Time to an accuracy": (("to ",), "From the start of the command to this accuracy on the validation set."),
     "PyTorch DDP": (("torch ", "large sync "), "Synchronous training on CPUs, with DDP over gloo."),
+    "Keras on JAX": (
+        ("jax ",),
+        "The same Keras model in synchronous training with two workers, by `keras.distribution.DataParallel` on JAX, "
+        "over gloo on CPUs. The start is from the start of the processes to the end of the first step.",
+    ),
     "One process": (
         ("one process ",),
         "Three asynchronous workers, which share the two cores with the parameter server, against one process.",
@@ -31,6 +36,11 @@ TOPICS = {
         "Two workers against `fit` of Keras in one process, with two tables of a million rows each.",
     ),
     "Embedding tables and TensorFlow 1 programs": (("tables old ",), "Two workers and one parameter server."),
+    "Wide and deep": (
+        ("wide and deep",),
+        "13 numbers and 26 ids by Zipf's law, tables of 10,000 rows of 64 or 128 columns, layers of 1024, 512 and 256 "
+        "units, batches of 512, Adagrad. Examples/s divided by the cores of the machine.",
+    ),
     "Workers of unequal speed": (
         ("straggler ",),
         "Four workers, of which one takes six times as long for each step, against four that are alike. "
@@ -103,12 +113,15 @@ def table_of(rows: list[Result], runs: Runs) -> list[str]:
     """A row for each comparison, and a column for each contender."""
     contenders = list(dict.fromkeys(name for result in rows for name in (*result["ratio_of"], *result["medians"])))
     pairs = list(dict.fromkeys(" / ".join(result["ratio_of"]) for result in rows))
-    lines = header("`--only`", *contenders, "unit", pairs[0] if len(pairs) == 1 else "ratio", "target", "run")
+    load = ["load"] if any("load" in result for result in rows) else []
+    ratio = pairs[0] if len(pairs) == 1 else "ratio"
+    lines = header("`--only`", *contenders, "unit", ratio, "target", *load, "run")
     for result in rows:
         figures = [shown(result["medians"][name]) if name in result["medians"] else "" for name in contenders]
         ratio, target, run = verdict_of(result, runs)
         of = f" {' / '.join(result['ratio_of'])}" if len(pairs) > 1 else ""
-        lines.append(line(f"`{result['name']}`", *figures, result["unit"], f"{ratio}{of}", target, run))
+        loads = [str(result.get(name, "")) for name in load]
+        lines.append(line(f"`{result['name']}`", *figures, result["unit"], f"{ratio}{of}", target, *loads, run))
     return lines
 
 

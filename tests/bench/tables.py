@@ -1,16 +1,19 @@
-"""Runs with the model of clicks, whose two tables of embeddings have any number of rows."""
+"""Runs with large tables of embeddings: two of any number of rows, in the model of clicks; or 52, in wide-and-deep."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
-from tests.bench import links
+from tests.bench import click_log, links
 from tests.bench.contenders import our_process, our_run
-from tests.bench.figures import pss_mb, task_of, wait_for_step
+from tests.bench.figures import peer_rate, pss_mb, task_of, wait_for_step
 from tests.bench.workload import CLICKS_BATCH_SIZE, COLUMNS, NUM_IMPRESSIONS, TABLE_ROWS
 from tf2dist.data.loading import make_impressions
 
 NUM_WORKERS = NUM_PS = 2
+WIDE_AND_DEEP = str(Path(__file__).with_name("wide_and_deep.py"))
 
 
 def options(model: str) -> list[str]:
@@ -71,3 +74,24 @@ def mean_unique(ids: np.ndarray) -> float:
 def more_than(more: float, measure: Callable[[str], float], model: str) -> float:
     """A limit that is `more` above a figure."""
     return measure(model) + more
+
+
+def wide_and_deep_rate(mode: str, num_workers: int, steps: int) -> float:
+    """Examples per second and core; `steps`: batches in all, after as many to warm up."""
+    batches_of_a_step = num_workers if mode == "sync" else 1
+    steps //= batches_of_a_step
+    rate = our_run(
+        *(f"plugins=[{WIDE_AND_DEEP}]", "data=click_log", "model=wide_and_deep", "optimizer=adagrad"),
+        *(f"train.batch_size_per_worker={click_log.BATCH_SIZE}", "data.num_validation=0", f"train.steps={2 * steps}"),
+        *(f"mode={mode}", "cluster=local", f"cluster.num_workers={num_workers}"),
+    ).rate(steps)
+    return of_a_core(rate * batches_of_a_step)
+
+
+def peer_wide_and_deep_rate(contender: str, num_workers: int, steps: int) -> float:
+    return of_a_core(peer_rate(contender, "async", click_log.WIDE_AND_DEEP, num_workers, steps, ""))
+
+
+def of_a_core(batches_per_sec: float) -> float:
+    """Examples per second and core of the wide-and-deep model."""
+    return batches_per_sec * click_log.BATCH_SIZE / len(os.sched_getaffinity(0))

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tf2dist.data.loading import make_impressions
-
 BATCH_SIZE = 100
 DEEP_BATCH_SIZE = 16
 CLICKS_BATCH_SIZE = 256
@@ -76,6 +74,8 @@ class Workload:
 
     def impressions(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """The clicks for a model with tables."""
+        from tf2dist.data.loading import make_impressions  # imports TensorFlow
+
         rows = TABLE_ROWS[self.model]
         x, y, _ = make_impressions(NUM_IMPRESSIONS, rows, rows)
         return x, y
@@ -92,10 +92,13 @@ class Stopwatch:
         self._workload = workload
         self._first: tuple[float, int] | None = None
         self._last = (0.0, 0)
+        self._first_step_at = 0.0
 
     def passed(self, step: int) -> bool:
         """Notes that `step` global steps are done; returns whether those were all."""
         self._last = (time.perf_counter(), step)
+        if step:
+            self._first_step_at = self._first_step_at or time.time()
         if self._first is None and step >= self._workload.warmup_steps:
             self._first = self._last
         return step >= self._workload.steps
@@ -104,7 +107,7 @@ class Stopwatch:
         if self._first is None or self._first == self._last:
             raise ValueError(f"{self._workload.steps} steps are too few: there was but one look after the warm-up")
         secs, steps = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        tell(steps / secs)
+        tell(steps / secs, first_step_at=self._first_step_at)
 
 
 class Race:
@@ -126,9 +129,9 @@ class Race:
         tell(time.perf_counter() - self._start)
 
 
-def tell(figure: float) -> None:
-    """Prints a figure for `contenders`, then waits for the end: a task that left early would fail the others."""
-    print(json.dumps({"figure": figure}), flush=True)
+def tell(figure: float, **more: float) -> None:
+    """Prints figures for `contenders`, then waits for the end: a task that left early would fail the others."""
+    print(json.dumps({"figure": figure, **more}), flush=True)
     sys.stdin.readline()
 
 

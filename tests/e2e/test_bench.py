@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.bench import bandwidth, staleness
+from tests.bench.contenders import INSTALL, is_installed, peer
 from tests.bench.figures import parameter_bytes
 from tests.conftest import REPOSITORY, slowness
 
@@ -25,11 +28,12 @@ MORE = {
     "tables keras async": {"tf2dist", "keras fit"},
     "tables old 100 thousand rows": {"tf2dist", "old program"},
 }
+LONG = {"wide and deep": {"tf2dist", "old program", "tf2dist, sync", "tf2dist, 1 worker", "keras fit"}}
 
 
 @pytest.mark.timeout(620)
 @pytest.mark.slow
-@pytest.mark.parametrize(("contenders", "scale"), [(FEW, 1.0), (MORE, 0.4)])
+@pytest.mark.parametrize(("contenders", "scale"), [(FEW, 1.0), (MORE, 0.4), (LONG, 0.04)])
 def test_the_benchmark_runs(contenders: dict[str, set[str]], scale: float, real_data: str, tmp_path: Path) -> None:
     if real_data != "mnist":
         pytest.skip("the benchmark trains on MNIST, which is not on this machine")
@@ -44,6 +48,21 @@ def test_the_benchmark_runs(contenders: dict[str, set[str]], scale: float, real_
         assert one["ratio"] > 0
     assert all(f"| `{name}` |" in (tmp_path / "benchmarks.md").read_text() for name in contenders)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "contender"), [("torch gloo", "torch"), ("keras jax", "keras jax")])
+def test_contenders_that_need_other_packages(name: str, contender: str, tmp_path: Path) -> None:
+    if not is_installed(name):
+        pytest.skip(f"{name} is not installed: {INSTALL[name]}")
+    random = np.random.default_rng(0)
+    np.save(tmp_path / "images.npy", random.integers(256, size=(1_000, 28, 28, 1)).astype(np.uint8))
+    np.save(tmp_path / "labels.npy", random.integers(10, size=1_000).astype(np.int32))
+    start = time.time()
+    with peer(contender, "sync", "softmax", 2, 20, str(tmp_path)) as (found, _):
+        assert found["figure"] > 0
+        assert start < found["first_step_at"] < time.time()
 
 
 @pytest.mark.timeout(620)

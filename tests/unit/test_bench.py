@@ -61,6 +61,13 @@ def test_each_topic_has_a_table_with_a_column_for_each_contender() -> None:
     assert text.startswith("3 of 4 rows have a target; **missed** by `adam`.")
 
 
+def test_the_load_of_the_machine_stands_beside_the_rows_that_have_it() -> None:
+    rows = [measured(f"jax {model}", {"tf2dist": 3.0, "keras jax": 1.0}, 1) for model in ("softmax", "dnn")]
+    text = page.tables_of([rows[0], rows[1] | {"load": 7.5}])
+    assert "| tf2dist / keras jax | target | load | run |" in text
+    assert [row.split(" | ")[-2:] for row in rows_of(text)] == [["", "1 |"], ["7.5", "1 |"]]
+
+
 def test_a_missed_target_is_told_from_a_ratio_that_looks_like_it() -> None:
     (row,) = rows_of(page.tables_of([measured("adam", {"adam": 1.4988, "sgd": 1.0}, 1)]))
     assert "| 1.499 | at least 1.50, **missed** |" in row
