@@ -134,3 +134,19 @@ def test_the_page_has_the_tables_of_what_was_measured() -> None:
     text, runs = PAGES["docs/staleness.md"], read(staleness.FILE)
     assert growth.page_of(text, runs, staleness_page.TABLES, staleness.COMMAND) == text
     assert text.count(f"written by `{staleness.COMMAND}`") == len(staleness_page.TABLES)
+
+
+def shown_error(optimizer: str, algorithm: str, workers: int, tuned: bool) -> str:
+    results = Results(read(staleness.FILE))
+    return f"{staleness_page.curve(results, 'dnn', 'fashion_mnist', optimizer, algorithm, tuned)[workers].mean:.1f} %"
+
+
+def test_the_answer_of_the_page_is_what_was_measured() -> None:
+    answer = " ".join(PAGES["docs/staleness.md"].partition("## ")[0].split())
+    best = {
+        workers: min(shown_error(name, "plain", workers, tuned=True) for name in staleness.OPTIMIZERS)
+        for workers in (1, 3, 9)
+    }
+    assert f"test error of {best[1]} for one worker with Adam, {best[3]} for three, and {best[9]} for nine" in answer
+    assert f"with a tenth of it SGD ends at {shown_error('sgd', 'plain', 9, tuned=True)}" in answer
+    assert f"momentum end at {shown_error('momentum', 'staleness_aware', 9, tuned=False)} instead" in answer
