@@ -113,7 +113,7 @@ class Stage(NamedTuple):
 # In this order, for each model: workers, data and seeds.
 FIRST, REST = SEEDS[:1], SEEDS[1:]
 ORDER: tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...] = (
-    *((FEW, "fashion_mnist", SEEDS), (MANY, "fashion_mnist", FIRST), (FEW, "mnist", FIRST)),
+    *((FEW, "fashion_mnist", SEEDS), (FEW, "mnist", FIRST), (MANY, "fashion_mnist", FIRST)),
     *((MANY, "fashion_mnist", REST), (MANY, "mnist", FIRST), ((*FEW, *MANY), "mnist", REST)),
     *((OTHERS, "fashion_mnist", SEEDS), (OTHERS, "mnist", SEEDS)),
 )

@@ -8,7 +8,10 @@ WAYS_OF_TRAINING: list[tuple[list[str], str]] = [
     (["algorithm.strength=2"], "algorithm.strength (2.0): is for algorithm=delay_compensated; add that"),
     (["algorithm=delay_compensated", "algorithm.strength=0"], "algorithm.strength (0.0): must be more than 0"),
     (["algorithm.mean_square_decay=0.9"], "mean_square_decay (0.9): is for algorithm=delay_compensated; add that"),
-    (["algorithm=delay_compensated", "algorithm.mean_square_decay=1"], "must be at least 0 and less than 1, such as 0.9"),
+    (
+        ["algorithm=delay_compensated", "algorithm.mean_square_decay=1"],
+        "must be at least 0 and less than 1, such as 0.9",
+    ),
     (["mode=sync_replicas", "algorithm=delay_compensated"], "(delay_compensated): is for mode=async; leave it out"),
     (["algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
     (["mode=sync_replicas", "algorithm=local_sgd"], "algorithm (local_sgd): is for mode=sync; leave it out"),
