@@ -136,6 +136,9 @@ def test_the_page_has_the_tables_of_what_was_measured() -> None:
     assert text.count(f"written by `{staleness.COMMAND}`") == len(staleness_page.TABLES)
 
 
+WITH_SGD = ("dnn", "fashion_mnist", "sgd")
+
+
 def shown_error(optimizer: str, algorithm: str, workers: int, tuned: bool) -> str:
     results = Results(read(staleness.FILE))
     return f"{staleness_page.curve(results, 'dnn', 'fashion_mnist', optimizer, algorithm, tuned)[workers].mean:.1f} %"
@@ -149,4 +152,19 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
     }
     assert f"test error of {best[1]} for one worker with Adam, {best[3]} for three, and {best[9]} for nine" in answer
     assert f"with a tenth of it SGD ends at {shown_error('sgd', 'plain', 9, tuned=True)}" in answer
+    relative = staleness_page.curve(Results(read(staleness.FILE)), *WITH_SGD, staleness.COMPENSATED[0], True)[9]
+    assert f"nine workers with SGD end at {relative.mean:.1f} % instead of" in answer
     assert f"momentum end at {shown_error('momentum', 'staleness_aware', 9, tuned=False)} instead" in answer
+
+
+def test_delay_compensation_helps_at_one_rate() -> None:
+    results, ends = Results(read(staleness.FILE)), []
+    for algorithm in (staleness.COMPENSATED[0], "plain"):
+        point = Setting(*WITH_SGD, algorithm, 9, staleness.STEEP[9], 0)
+        found = staleness_page.point_of(results, point, tuned=False)
+        assert found
+        ends.append(found)
+    assert len(ends[0].errors) == len(ends[1].errors) == len(staleness.SEEDS)
+    assert max(ends[0].errors) < min(ends[1].errors)
+    text = " ".join(PAGES["docs/staleness.md"].split())
+    assert f"leaves {ends[0].mean:.1f} % of mistakes instead of {ends[1].mean:.1f} %" in text
