@@ -235,7 +235,7 @@ class Table:
             "keras fit": partial(tables.peer_wide_and_deep_rate, "keras_fit", 1, steps),
         }
         ends = ("tf2dist", "old program")
-        yield Comparison("wide and deep", "examples/s and core", contenders, ends, 1.0)
+        yield Comparison("wide and deep", "examples/s of processor time", contenders, ends, 1.0)
 
     def _links(self) -> Iterator[Comparison]:
         """What crosses the links of hosts, and links that are slower than the hosts."""

@@ -9,12 +9,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.bench.workload import TABLE_ROWS, Workload
+import psutil
+
+from tests.bench.workload import TABLE_ROWS, WARM, Workload
 from tf2dist.cluster.reachability import why_unreachable
 from tf2dist.linux import unused_ports
 from tf2dist.tf_constants import ONEDNN
@@ -69,7 +71,8 @@ def peer(
 ) -> Iterator[tuple[dict[str, float], subprocess.Popen[str]]]:
     """Any contender but ours: what it has measured, and its leader, which waits.
 
-    The "figure" is its rate over `steps` global steps, after as many, or the seconds to an accuracy.
+    The "figure" is its rate over `steps` global steps, after as many, or the seconds to an accuracy. "cpu_secs" is the
+    time of processors in all its processes over its "timed_steps".
     """
     # The tables of embeddings lie on both the ps.
     jobs = jobs_of(contender, mode, num_workers, num_ps=2 if model in TABLE_ROWS else 1)
@@ -84,7 +87,7 @@ def peer(
                     _wait_for([address for other in ("ps", "worker") for address in jobs[other]])
                 workload = Workload(mode, model, jobs, job, index, 2 * steps, steps, arrays, accuracy)
                 processes[job, index] = _start(contender, workload, Path(folder))
-            yield _result(processes[leader]), processes[leader]
+            yield _result(processes[leader], [process.pid for process in processes.values()]), processes[leader]
         except ContenderError as error:
             what = f"{contender} {mode} {model} with {num_workers} workers"
             raise ContenderError(f"{what}: {error}\n{_tails(Path(folder))}") from None
@@ -123,8 +126,14 @@ def _start(contender: str, workload: Workload, logs: Path) -> subprocess.Popen[s
         )
 
 
-def _result(process: subprocess.Popen[str]) -> dict[str, float]:
-    """The JSON that the process prints within TIMEOUT_SECS."""
+def cpu_secs(pids: Iterable[int]) -> float:
+    """The time of processors that processes have used."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(one.user + one.system for one in times))
+
+
+def _result(process: subprocess.Popen[str], pids: Sequence[int]) -> dict[str, float]:
+    """The JSON that the leader prints within TIMEOUT_SECS, with the time of processors in all processes since WARM."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -133,11 +142,13 @@ def _result(process: subprocess.Popen[str]) -> dict[str, float]:
         lines.put("")
 
     threading.Thread(target=read, daemon=True).start()
-    deadline = time.monotonic() + TIMEOUT_SECS
+    deadline, before = time.monotonic() + TIMEOUT_SECS, 0.0
     try:
         while line := lines.get(timeout=max(0.0, deadline - time.monotonic())):
+            if line.strip() == WARM:
+                before = cpu_secs(pids)
             if line.startswith("{"):
-                return dict(json.loads(line))
+                return {"cpu_secs": cpu_secs(pids) - before, **json.loads(line)}
     except queue.Empty:
         raise ContenderError(f"not done in {TIMEOUT_SECS:.0f} s") from None
     raise ContenderError(f"ended with code {process.wait()}")

@@ -39,7 +39,7 @@ TOPICS = {
     "Wide and deep": (
         ("wide and deep",),
         "13 numbers and 26 ids by Zipf's law, tables of 10,000 rows of 64 or 128 columns, layers of 1024, 512 and 256 "
-        "units, batches of 512, Adagrad. Examples/s divided by the cores of the machine.",
+        "units, batches of 512, Adagrad. Examples for each second of processor time, in all processes of a program.",
     ),
     "Workers of unequal speed": (
         ("straggler ",),

@@ -1,14 +1,14 @@
 """Runs with large tables of embeddings: two of any number of rows, in the model of clicks; or 52, in wide-and-deep."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from tests.bench import click_log, links
-from tests.bench.contenders import our_process, our_run
-from tests.bench.figures import peer_rate, pss_mb, task_of, wait_for_step
+from tests.bench.contenders import cpu_secs, our_process, our_run, peer
+from tests.bench.figures import pss_mb, task_of, wait_for_step
 from tests.bench.workload import CLICKS_BATCH_SIZE, COLUMNS, NUM_IMPRESSIONS, TABLE_ROWS
 from tf2dist.data.loading import make_impressions
 
@@ -77,21 +77,23 @@ def more_than(more: float, measure: Callable[[str], float], model: str) -> float
 
 
 def wide_and_deep_rate(mode: str, num_workers: int, steps: int) -> float:
-    """Examples per second and core; `steps`: batches in all, after as many to warm up."""
+    """Examples per second of processor time in all processes; `steps`: batches, after as many to warm up."""
     batches_of_a_step = num_workers if mode == "sync" else 1
-    steps //= batches_of_a_step
-    rate = our_run(
+    options = [
         *(f"plugins=[{WIDE_AND_DEEP}]", "data=click_log", "model=wide_and_deep", "optimizer=adagrad"),
-        *(f"train.batch_size_per_worker={click_log.BATCH_SIZE}", "data.num_validation=0", f"train.steps={2 * steps}"),
+        *(f"train.batch_size_per_worker={click_log.BATCH_SIZE}", "data.num_validation=0", "train.steps=1000000"),
         *(f"mode={mode}", "cluster=local", f"cluster.num_workers={num_workers}"),
-    ).rate(steps)
-    return of_a_core(rate * batches_of_a_step)
+    ]
+    with our_process(*options) as (process, run_dir):
+        looks = []
+        for batches in (steps, 2 * steps):
+            step = wait_for_step(run_dir, batches // batches_of_a_step)
+            family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+            looks.append((step, cpu_secs(family)))
+    (first, before), (last, after) = looks
+    return (last - first) * batches_of_a_step * click_log.BATCH_SIZE / (after - before)
 
 
 def peer_wide_and_deep_rate(contender: str, num_workers: int, steps: int) -> float:
-    return of_a_core(peer_rate(contender, "async", click_log.WIDE_AND_DEEP, num_workers, steps, ""))
-
-
-def of_a_core(batches_per_sec: float) -> float:
-    """Examples per second and core of the wide-and-deep model."""
-    return batches_per_sec * click_log.BATCH_SIZE / len(os.sched_getaffinity(0))
+    with peer(contender, "async", click_log.WIDE_AND_DEEP, num_workers, steps, "") as (found, _):
+        return found["timed_steps"] * click_log.BATCH_SIZE / found["cpu_secs"]

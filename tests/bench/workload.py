@@ -15,6 +15,7 @@ BATCH_SIZE = 100
 DEEP_BATCH_SIZE = 16
 CLICKS_BATCH_SIZE = 256
 NUM_IMPRESSIONS = 1_000_000
+WARM = "warm"  # the line that a contender prints after its warm-up
 COLUMNS = 16  # of the tables of the model of clicks, and units of its layers
 LEARNING_RATE = 0.01
 # The hidden layers of the models without convolutions. Those called "million" have about so many parameters.
@@ -101,13 +102,14 @@ class Stopwatch:
             self._first_step_at = self._first_step_at or time.time()
         if self._first is None and step >= self._workload.warmup_steps:
             self._first = self._last
+            print(WARM, flush=True)
         return step >= self._workload.steps
 
     def tell(self) -> None:
         if self._first is None or self._first == self._last:
             raise ValueError(f"{self._workload.steps} steps are too few: there was but one look after the warm-up")
         secs, steps = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        tell(steps / secs, first_step_at=self._first_step_at)
+        tell(steps / secs, timed_steps=steps, first_step_at=self._first_step_at)
 
 
 class Race:
