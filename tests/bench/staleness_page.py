@@ -10,7 +10,6 @@ from tests.bench import growth
 from tests.bench.page import header, line
 from tests.bench.staleness import (
     ALGORITHMS,
-    CHANCE,
     COMMAND,
     COMPENSATED,
     FEW,
@@ -28,6 +27,7 @@ from tests.bench.staleness import (
 
 NAMES = {"sgd": "SGD", "momentum": "momentum 0.9", "adam": "Adam"}
 DATA = {"fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
+SAME_CLASS = 88.6  # the least error in percent of a model that says the same for all: 11.35 % of MNIST's digits are a 1
 WORKERS = sorted((*FEW, *MANY, *OTHERS))
 
 
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 
     def __str__(self) -> str:
         """The mean, and the range of several seeds."""
-        if all(error == 100 * CHANCE for error in self.errors):
+        if min(self.errors) > SAME_CLASS:
             return "diverged" if len(self.errors) == 1 else f"diverged ({len(self.errors)} of {len(self.errors)})"
         if len(self.errors) == 1:
             return f"{self.mean:.1f}"
