@@ -212,10 +212,8 @@ class ContenderResult:
         """The part of the gradients that came too late, with mode=sync_replicas."""
         dropped_parts = []
         for run in self.measured:
-            workers = run.summary["workers"]
-            if all("dropped" in worker for worker in workers):
-                pushed = sum(worker["dropped"] + worker["aggregated"] for worker in workers)
-                dropped_parts.append(sum(worker["dropped"] for worker in workers) / max(1, pushed))
+            if dropped := run.summary.get("dropped"):
+                dropped_parts.append(sum(dropped) / max(1, sum(dropped) + sum(run.summary["aggregated"])))
         return Spread.of(dropped_parts)
 
     def staleness_counts(self) -> list[int]:
