@@ -6,12 +6,13 @@ reader's system where the viewer says which of the two it is.
 
 import json
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from tests.bench import growth, staleness, staleness_page
+from tests.bench import bandwidth, growth, slowness, staleness, staleness_page, worker_time
 from tf2dist.palette import BLUE, GREEN, MODE_STYLES, VERMILLION, Style
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -188,11 +189,18 @@ class Axis(NamedTuple):
         return math.log2(value + self.first) / math.log2(self.ticks[-1] + self.first)
 
 
+class LinearAxis(Axis):
+    """One from 0 on."""
+
+    def share(self, value: float) -> float:
+        return value / self.ticks[-1]
+
+
 OF_WORKERS = Axis("workers", WORKERS)
 
 
 class Chart:
-    """Curves over a logarithmic axis.
+    """Curves over an axis.
 
     Args:
         left: where it begins.
@@ -295,10 +303,102 @@ def staleness_drawing(path: Path) -> str:
     return _svg(760, 316, "Error against staleness", [*fixed.parts, *tuned.parts, _text(46, 308, note, "small")])
 
 
+SLOWNESS = LinearAxis("by how many ms a step of one worker takes longer", (0, 10, 50, 100, 200))
+GREY = "#7d8590"
+WAY_STYLES = {
+    "sync": MODE_STYLES["sync"],
+    "local_sgd": Style(GREY, "-", "D"),
+    "sync_replicas, 1 backup": MODE_STYLES["sync_replicas"],
+    "async": MODE_STYLES["async"],
+}
+
+
+def slow_worker_drawing(points: Sequence[slowness.Point]) -> str:
+    """The time to an accuracy by how slow one worker is, with the range of the rounds."""
+    highest = max(max(point["secs"]) for point in points)
+    step = next(step for step in (5, 10, 20, 25, 50) if 4 * step >= highest)
+    title = f"Seconds to an accuracy of {slowness.UNTIL:g}"
+    chart = Chart(46, title, 4 * step, tuple(range(0, 4 * step + 1, step)), SLOWNESS)
+    names = [_text(380, 26, "All alike, and one slow", "title")]
+    for number, (way, style) in enumerate(WAY_STYLES.items()):
+        own = {point["slow_secs"] * 1e3: point["secs"] for point in points if point["way"] == way}
+        medians = {delay: statistics.median(secs) for delay, secs in own.items()}
+        chart.curve(medians, style)
+        chart.marks(medians, style)
+        for delay, secs in own.items():
+            chart.range(delay, min(secs), max(secs), style)
+        y = 60 + 44 * number
+        names += [_text(398, y, way), f'<rect x="380" y="{y - 10}" width="11" height="11" fill="{style.colour}"/>']
+        names.append(_text(398, y + 17, f"{medians[0]:.0f} s; {medians[200]:.0f} s with 200 ms more", "small"))
+    note = "dnn on MNIST; four workers, whose steps compute for 50 ms; bars: ranges of the rounds"
+    return _svg(600, 300, title, [*chart.parts, *names, _text(46, 290, note, "small")])
+
+
+def slow_network_drawing(points: Sequence[bandwidth.Point]) -> str:
+    """The examples in a second on links of two speeds, on a logarithmic axis."""
+    title = "Examples per second on slow links"
+    parts = [_text(16, 26, title, "title")]
+    for x, mbit, kind in ((16, 100, "delayed"), (150, 1000, "alike")):
+        parts.append(f'<rect class="{kind}" x="{x}" y="41" width="12" height="12" rx="2"/>')
+        parts.append(_text(x + 18, 52, bandwidth.SPEEDS[mbit]))
+    for index, (mode, option) in enumerate(bandwidth.CASES):
+        y = 70 + 50 * index
+        parts.append(_text(160, y + (16 if option else 22), mode, "end"))
+        parts.append(_text(160, y + 32, option.rpartition("=")[2], "small end"))
+        for row, (mbit, kind) in enumerate(((100, "delayed"), (1000, "alike"))):
+            point = bandwidth.found(points, mode=mode, option=option, mbit=mbit)
+            assert point
+            width = 150 * math.log10(point["examples_per_sec"] / 10)
+            parts.append(f'<rect class="{kind}" x="172" y="{y + 18 * row}" width="{width:.1f}" height="15" rx="2"/>')
+            text = f"{point['examples_per_sec']:,.0f}"
+            parts.append(_text(172 + width + 8, y + 12 + 18 * row, text, "small"))
+    note = "4 workers, 2 million parameters, batches of 100; logarithmic scale"
+    return _svg(720, 390, title, [*parts, _text(16, 378, note, "small")])
+
+
+PART_COLOURS = {"computing": GREEN, "dropped": GREY, "waiting": VERMILLION, "exchanging": BLUE}
+PART_NAMES = {"computing": "computing", "dropped": "computing what is dropped", "waiting": "waiting for a worker",
+              "exchanging": "exchanging"}  # fmt: skip
+
+
+CASE_NAMES = {"slow": "One worker 100 ms slower", "link": "Links of 100 Mbit/s"}
+
+
+def worker_time_drawing(runs: Sequence[dict[str, Any]]) -> str:
+    """A bar of all its time for each mode, and with a slow worker one for it and one for the others."""
+    title = "Where the time of a worker goes"
+    parts, x = [_text(16, 26, title, "title")], 16.0
+    for name, colour in PART_COLOURS.items():
+        parts.append(f'<rect x="{x:g}" y="41" width="11" height="11" fill="{colour}"/>')
+        parts.append(_text(x + 17, 51, PART_NAMES[name], "small"))
+        x += 42 + 6.6 * len(PART_NAMES[name])
+    y = 62.0
+    for case in ("slow", "link"):
+        parts.append(_text(16, y + 22, CASE_NAMES[case], "title"))
+        y += 34
+        for bar, shares in worker_time.bars_of(runs, case).items():
+            way, _, slow = bar.partition(": ")
+            parts.append(_text(206, y + 12, "the slow one" if slow else way, "small end"))
+            left = 214.0
+            for name, colour in PART_COLOURS.items():
+                width = 430 * shares[name]
+                place = f'x="{left:.1f}" y="{y:g}" width="{width:.1f}" height="15"'
+                parts.append(f'<rect {place} fill="{colour}"/>')
+                left += width
+            parts.append(_text(652, y + 12, f"{shares['step']:,.0f} ms", "small"))
+            y += 20
+    note = "at the right: how long a step of the worker takes, from its begin to the next one"
+    return _svg(720, round(y) + 36, title, [*parts, _text(16, y + 22, note, "small")])
+
+
 def drawings() -> dict[str, str]:
     """By name of the file, its content."""
     bench = DOCS / "bench.json"
     found = {"scaling.svg": growth_drawing(bench), "staleness.svg": staleness_drawing(DOCS / "staleness.jsonl")}
+    measured = json.loads((DOCS / slowness.FILE).read_text())
+    found["slow_worker.svg"] = slow_worker_drawing(measured["points"])
+    found["slow_network.svg"] = slow_network_drawing(json.loads(bench.read_text())["bandwidth"])
+    found["worker_time.svg"] = worker_time_drawing(measured["runs"])
     for suffix, words in (("", ENGLISH), (".zh", CHINESE)):
         found[f"async{suffix}.svg"] = async_drawing(words)
         found[f"sync{suffix}.svg"] = sync_drawing(words)

@@ -66,6 +66,7 @@ REPLACED = {
     "seeds=3 until=0.98": "seeds=1 until=20steps data=digits",
     "until=2000steps": "until=20steps seeds=1 data=digits",
     "until=30s": "until=5s seeds=1 data=digits",
+    "optimizer.learning_rate=0.2 seeds=1": "until=20steps seeds=1 data=digits",
 }
 # The beginning of a line of which the rest is decided by the speed of the machine: which mode is first.
 DECIDED_BY_SPEED = r"^(With (?:equal workers|one worker [\w ]+ slower), ).*"
