@@ -175,3 +175,9 @@ def test_delay_compensation_helps_at_one_rate() -> None:
     assert max(ends[0].errors) < min(ends[1].errors)
     text = " ".join(PAGES["docs/staleness.md"].split())
     assert f"leaves {ends[0].mean:.1f} % of mistakes instead of {ends[1].mean:.1f} %" in text
+
+
+def test_the_page_says_what_was_not_measured() -> None:
+    runs = read(staleness.FILE)
+    assert {run["model"] for run in runs} == {"dnn"}, "the page says that the cnn was not measured"
+    assert not {run["workers"] for run in runs} & set(staleness.OTHERS), "nor 2, 5, 17 and 62 workers"
