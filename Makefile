@@ -44,7 +44,7 @@ slow: $(STAMP)
 chaos: $(STAMP)
 	TF2DIST_CHAOS_SECS=120 TF2DIST_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -s -m "slow or not slow" tests/e2e/test_chaos.py $(ARGS)
 
-# Needs MNIST; compares with torch too if that is installed.
+# Needs MNIST; compares with torch and with Keras on JAX, too, where they are installed: see docs/benchmarks.md.
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench $(ARGS)
 

@@ -232,7 +232,7 @@ class Table:
             "old program": partial(tables.peer_wide_and_deep_rate, "old", 2, steps),
             "tf2dist, sync": partial(tables.wide_and_deep_rate, "sync", 2, steps),
             "tf2dist, 1 worker": partial(tables.wide_and_deep_rate, "sync", 1, steps),
-            "keras fit": partial(tables.peer_wide_and_deep_rate, "keras_fit", 1, steps),
+            "keras fit": partial(tables.peer_wide_and_deep_rate, "keras_fit", 1, max(8, steps // 8)),
         }
         ends = ("tf2dist", "old program")
         yield Comparison("wide and deep", "examples/s of processor time", contenders, ends, 1.0)

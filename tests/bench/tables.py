@@ -84,14 +84,14 @@ def wide_and_deep_rate(mode: str, num_workers: int, steps: int) -> float:
         *(f"train.batch_size_per_worker={click_log.BATCH_SIZE}", "data.num_validation=0", "train.steps=1000000"),
         *(f"mode={mode}", "cluster=local", f"cluster.num_workers={num_workers}"),
     ]
+    steps //= batches_of_a_step
     with our_process(*options) as (process, run_dir):
-        looks = []
-        for batches in (steps, 2 * steps):
-            step = wait_for_step(run_dir, batches // batches_of_a_step)
-            family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-            looks.append((step, cpu_secs(family)))
-    (first, before), (last, after) = looks
-    return (last - first) * batches_of_a_step * click_log.BATCH_SIZE / (after - before)
+        first = wait_for_step(run_dir, steps)
+        family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        before = cpu_secs(family)
+        last = wait_for_step(run_dir, first + steps)
+        used = cpu_secs(family) - before
+    return (last - first) * batches_of_a_step * click_log.BATCH_SIZE / used
 
 
 def peer_wide_and_deep_rate(contender: str, num_workers: int, steps: int) -> float:
