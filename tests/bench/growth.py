@@ -24,7 +24,6 @@ ROLES = {"chief": "coordinator", "ps": "ps", "worker": "worker"}
 QUANTITIES = ("cpu_ms", "messages", "kilobytes")
 # The steps in a call of the coordinator that tf2dist chooses, if delays are not simulated.
 CALLS = {"softmax": 50, "2 million": 10}
-INHERITED = 2  # descriptors that a task of a local cluster has of each task that was forked before it
 # The hosts of the last table.
 CORES, LINK, OPEN_FILES = 16, 1.25e9, 1024  # bytes per second each way; `ulimit -n` of most systems
 
@@ -123,9 +122,7 @@ class Law:
         """Descriptors of a task on a host of its own."""
         few, many = 2, 8
         first, last = (self.measured[n]["roles"][role]["descriptors"] for n in (few, many))
-        slope = round((last - first) / (many - few))
-        own = slope - (INHERITED if role == "worker" else 0)
-        return int(last - slope * many + own * workers)
+        return int(last + round((last - first) / (many - few)) * (workers - many))
 
 
 def fit(values: dict[float, float], terms: Sequence[Term]) -> list[float]:
