@@ -48,6 +48,7 @@ def run_task(context: TaskContext) -> None:
     """Does what a task has to do in its cluster; the leader writes the result into `run_dir`."""
     config, cluster, task, source = context.config, context.cluster, context.task, context.source
     run_dir, to_launcher = context.run_dir, context.to_launcher
+    linux.allow_open_files(cluster.open_files)
 
     # The devices, and a synchronous cluster: TensorFlow takes both only before its first operation. So they come before
     # the user's code, which may run operations in a plugin or when it makes the data.

@@ -25,7 +25,7 @@ QUANTITIES = ("cpu_ms", "messages", "kilobytes")
 # The steps in a call of the coordinator that tf2dist chooses, if delays are not simulated.
 CALLS = {"softmax": 50, "2 million": 10}
 # The hosts of the last table.
-CORES, LINK, OPEN_FILES = 16, 1.25e9, 1024  # bytes per second each way; `ulimit -n` of most systems
+CORES, LINK, OPEN_FILES = 16, 1.25e9, 4096  # bytes per second each way; the hard limit if nobody has set it
 
 
 class Term(NamedTuple):
@@ -328,8 +328,8 @@ def forecast_sync(law: Law, workers: int, step_secs: float) -> Forecast:
 
 REMEDIES = {
     "coordinator's core": "longer calls: `train.steps_per_execution=50`",
-    "open files of a ps": "`ulimit -n 4096`",
-    "open files of a worker": "`ulimit -n 4096`",
+    "open files of a ps": "a higher `ulimit -Hn`",
+    "open files of a worker": "a higher `ulimit -Hn`",
     "cores of a ps": "larger batches, hosts with more cores",
     "a core of a ps": "fewer gradients in a step: `sync`",
     "link of a ps": "`cluster.transfer_dtype=bfloat16`",

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import COMMAND, REPOSITORY
 from tests.unit.scripted import host_run
 from tf2dist import cli
+from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.launch import host_tasks, run_dir, single_run
@@ -159,6 +160,21 @@ def test_too_few_files(tmp_path: Path) -> None:
     text = "tf2dist: error: ulimit -n (40): a process may open too few files for a task; raise it to 64 or more\n"
     assert completed.stderr == text
     assert not (tmp_path / "run").exists()
+
+
+RAISED = """
+import resource
+from tf2dist.linux import allow_open_files
+print([(allow_open_files(number), *resource.getrlimit(resource.RLIMIT_NOFILE)) for number in (30, 64, 500)])
+"""
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_allowed(tmp_path: Path) -> None:
+    """A thousand tasks need more than the 1,024 with which most systems begin."""
+    completed = run(f"ulimit -Sn 40; ulimit -Hn 100; {sys.executable} -c '{RAISED}'", tmp_path)
+    assert completed.stdout == "[(30, 40, 100), (64, 64, 100), (100, 100, 100)]\n", completed.stderr
+    cluster = Cluster("async", {"chief": ("a:1",), "ps": ("b:1",), "worker": tuple(f"c{n}:1" for n in range(1000))})
+    assert cluster.open_files == 2044
 
 
 def test_a_reader_that_leaves_early(tmp_path: Path) -> None:

@@ -73,6 +73,12 @@ class Cluster:
         return [Task(job, index) for job in sorted(self.jobs) for index in range(len(self.jobs[job]))]
 
     @property
+    def open_files(self) -> int:
+        """How many files a process of the cluster must be allowed to have open at once."""
+        # With three tasks 30 are enough. A ps, and the first synchronous worker, have two for each other task.
+        return max(64, 40 + 2 * len(self.tasks))
+
+    @property
     def leader(self) -> Task:
         """The task that saves and reports for all: the coordinator, or the first of the workers."""
         # Without a chief TensorFlow also takes worker 0 for the leader.

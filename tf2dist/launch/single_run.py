@@ -8,7 +8,6 @@ line and for `fit`.
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -47,11 +46,10 @@ from tf2dist.launch.host_run import HostRun, Session
 from tf2dist.launch.host_tasks import run_host
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
 from tf2dist.launch.warm_process import lend
-from tf2dist.linux import child_environment, code_command
+from tf2dist.linux import allow_open_files, child_environment, code_command
 from tf2dist.signals import Signals, StopRequest
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
-MIN_OPEN_FILES = 64  # with three tasks 30 are enough, and below that they end in many ways
 
 
 def run_in_folder(
@@ -113,10 +111,10 @@ def check_simulated(config: RunConfig, cluster: Cluster) -> None:
 
 def check_size(config: RunConfig, cluster: Cluster) -> None:
     """Checks that the configuration fits into the one packet to a task, and that tasks may open the files they need."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+    needed = cluster.open_files
+    if (limit := allow_open_files(needed)) < needed:
         raise ConfigError(
-            f"ulimit -n ({limit}): a process may open too few files for a task; raise it to {MIN_OPEN_FILES} or more"
+            f"ulimit -n ({limit}): a process may open too few files for a task; raise it to {needed:,} or more"
         )
     length = len(json.dumps([config.to_yaml(), cluster.jobs]).encode())
     if length > MAX_PAYLOAD_BYTES:
