@@ -189,3 +189,18 @@ def test_the_page_says_what_was_not_measured() -> None:
     runs = read(staleness.FILE)
     assert {run["model"] for run in runs} == {"dnn"}, "the page says that the cnn was not measured"
     assert not {run["workers"] for run in runs} & set(staleness.OTHERS), "nor 2, 5, 17 and 62 workers"
+
+
+def test_the_command_makes_the_quick_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "runs.jsonl", set[tuple[str, ...]]()
+
+    def measure(setting: Setting, *more: str) -> Run:
+        asked.add(more)
+        return {**asdict(setting), "staleness": None, "validation_error": 0.2, "test_error": 0.2, "secs": 1.0}
+
+    monkeypatch.setattr(staleness, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["staleness", "--quick", "--out", str(path), "--epochs", "0.5", "data.dir=here"])
+    assert staleness.main() == 0
+    assert asked == {("data.dir=here",)}
+    assert len(read(path)) == 20, "as the page says"
+    assert {run["epochs"] for run in read(path)} == {0.5}
