@@ -292,7 +292,7 @@ def staleness_drawing(path: Path) -> str:
     """The test error against the staleness: with one rate for all, and with the best rate for each."""
     runs = staleness.read(path)
     fixed = Chart(46, "Test error in %, one learning rate", 90, (0, 30, 60, 90), STALENESS)
-    tuned = Chart(426, "Test error in %, best learning rate", 30, (0, 10, 20, 30), STALENESS)
+    tuned = Chart(426, "Test error in %, best learning rate", 60, (0, 20, 40, 60), STALENESS)
     _errors(fixed, runs, tuned=False)
     _errors(tuned, runs, tuned=True)
     colours = {
