@@ -271,7 +271,7 @@ def growth_drawing(bench: Path) -> str:
 
 STALENESS = Axis("mean staleness, in updates", (0, 1, 2, 4, 8, 16, 32, 64), first=1.0)
 OPTIMIZER_COLOURS = {"sgd": BLUE, "momentum": VERMILLION, "adam": GREEN}
-ALGORITHM_DASHES = {"plain": "-", "staleness_aware": "--"}
+ALGORITHM_DASHES = {"plain": "-", "staleness_aware": "--", staleness.SYNC: ":"}
 
 
 def _errors(chart: Chart, runs: list[staleness.Run], tuned: bool) -> None:
@@ -279,6 +279,8 @@ def _errors(chart: Chart, runs: list[staleness.Run], tuned: bool) -> None:
     results = staleness.Results(runs)
     for optimizer, colour in OPTIMIZER_COLOURS.items():
         for algorithm, dash in ALGORITHM_DASHES.items():
+            if algorithm == staleness.SYNC and not tuned:
+                continue
             points = staleness_page.curve(results, "dnn", "fashion_mnist", optimizer, algorithm, tuned)
             at = {number: staleness_page.measured_staleness(runs, number) for number in points}
             values, style = {at[number]: point.mean for number, point in points.items()}, Style(colour, dash, "o")
@@ -299,7 +301,7 @@ def staleness_drawing(path: Path) -> str:
         staleness_page.NAMES[name].split()[0]: Style(colour, "-", "o") for name, colour in OPTIMIZER_COLOURS.items()
     }
     fixed.legend(colours, 290)
-    note = "dnn on Fashion-MNIST; solid: plain, dashed: staleness_aware; bars: ranges of the seeds"
+    note = "dnn on Fashion-MNIST; solid: plain, dashed: staleness_aware, dotted: mode=sync with as many workers"
     return _svg(760, 316, "Error against staleness", [*fixed.parts, *tuned.parts, _text(46, 308, note, "small")])
 
 

@@ -42,6 +42,7 @@ RATES: Mapping[str, Sequence[float]] = {
 FIRST_RATES = 4
 SEEDS = (0, 1, 2)
 ALGORITHMS = ("plain", "staleness_aware")
+SYNC = "sync"  # the same workers and examples in mode=sync: no staleness, but fewer updates, of larger batches
 # With a factor that is relative to a mean square of the gradients, and with a constant one. Those of published programs
 # are 2 with 0.95, and 0.04.
 COMPENSATED = tuple(
@@ -59,9 +60,9 @@ LOST = 0.8  # with such an error a model has learned nothing worth comparing
 TIMEOUT_SECS = 900.0
 
 
-def delays(workers: int) -> list[float]:
+def delays(workers: int, algorithm: str) -> list[float]:
     """Of each worker, in seconds."""
-    return [DELAY_SECS * workers if workers > 1 else 0.0] * workers
+    return [DELAY_SECS * workers if workers > 1 and algorithm != SYNC else 0.0] * workers
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,12 @@ class Setting:
         return cls(**{name: run[name] for name in cls.__dataclass_fields__})
 
     def options(self) -> list[str]:
-        listed = ",".join(f"{delay:g}" for delay in delays(self.workers))
+        listed = ",".join(f"{delay:g}" for delay in delays(self.workers, self.algorithm))
         kind, *more = self.algorithm.split()  # such as "delay_compensated strength=2"
+        chosen = [f"algorithm={kind}", *(f"algorithm.{option}" for option in more)] if kind != SYNC else ["mode=sync"]
         return [
             *("experiment=staleness", f"model={self.model}", f"data={self.data}", f"optimizer={self.optimizer}"),
-            *(f"algorithm={kind}", *(f"algorithm.{option}" for option in more), "data.offline=fail"),
+            *(*chosen, "data.offline=fail"),
             *(f"cluster.num_workers={self.workers}", f"simulate.delay_secs=[{listed}]", f"seed={self.seed}"),
             *(f"optimizer.learning_rate={self.learning_rate:g}", f"train.epochs={self.epochs:g}", "figure=false"),
         ]
@@ -127,6 +129,7 @@ def stages() -> Iterator[Stage]:
                 yield from compensated(workers[-1], FIRST)
             for tuned, algorithm in itertools.product((False, True), ALGORITHMS):
                 yield Stage(model, data, algorithm, workers, tuned, seeds)
+            yield Stage(model, data, SYNC, workers, True, seeds)
             if (model, workers, data) == ("dnn", FEW, "fashion_mnist"):
                 yield from compensated(workers[-1], seeds)
 
@@ -177,12 +180,15 @@ class Results:
     def best_rate(self, point: Setting) -> float | Setting:
         """Likewise for a point: from its own rate downward, until the error rises from one of a model that has learned.
 
+        With mode=sync from the largest of all: larger batches may bear more.
+
         Args:
             point: with the best rate without staleness.
         """
-        best = point = replace(point, seed=SEEDS[0])
         rates = RATES[point.optimizer]
-        for rate in rates[rates.index(point.learning_rate) :]:
+        first = 0 if point.algorithm == SYNC else rates.index(point.learning_rate)
+        best = point = replace(point, seed=SEEDS[0], learning_rate=rates[first])
+        for rate in rates[first:]:
             one = replace(point, learning_rate=rate)
             if one not in self:
                 return one
@@ -225,10 +231,12 @@ def spread_of(counts: Sequence[int]) -> dict[str, int]:
 
 def figures_of(summary: dict[str, Any]) -> Run:
     """What a run that has ended well has measured."""
-    staleness = summary["staleness"] | spread_of(summary["staleness_counts"])
+    staleness = summary.get("staleness")  # not with mode=sync
+    if staleness:
+        staleness |= spread_of(summary["staleness_counts"]) | {"mean": round(staleness["mean"], 3)}
     return {
-        "updates": summary["updates_applied"],
-        "staleness": staleness | {"mean": round(staleness["mean"], 3)},
+        "updates": summary["global_step"],
+        "staleness": staleness,
         "validation_error": round(1 - summary["validation_accuracy"], 5),
         "test_error": round(1 - summary["test_accuracy"], 5),
     }

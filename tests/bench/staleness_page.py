@@ -19,6 +19,7 @@ from tests.bench.staleness import (
     OTHERS,
     RATES,
     SEEDS,
+    SYNC,
     Results,
     Run,
     Setting,
@@ -109,7 +110,7 @@ def error_table(runs: Sequence[Run], tuned: bool) -> list[str]:
         for model in ("dnn", "cnn")
         for data in DATA
         for optimizer in OPTIMIZERS
-        for algorithm in ALGORITHMS
+        for algorithm in (*ALGORITHMS, *([SYNC] if tuned else []))
     }
     workers = [number for number in WORKERS if any(number in points for points in rows.values())]
     lines = header(
@@ -124,7 +125,8 @@ def error_table(runs: Sequence[Run], tuned: bool) -> list[str]:
             shown = [points.get(number) for number in workers]
             cells = [_cell(point, tuned) for point in shown]
             rate = "best rate" if tuned else f"rate {next(iter(points.values())).rate:g}"
-            lines.append(line(f"{model}, {DATA[data]}", NAMES[optimizer], algorithm, rate, *cells))
+            way = "`mode=sync`" if algorithm == SYNC else algorithm
+            lines.append(line(f"{model}, {DATA[data]}", NAMES[optimizer], way, rate, *cells))
     return lines
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,22 @@ def test_every_run_is_a_request_that_is_accepted() -> None:
     for setting in settings:
         config = load(setting.options(), None)
         assert config.mode == "async"
-        assert config.simulate.delay_secs == [round(one, 3) for one in staleness.delays(setting.workers)]
+        assert config.simulate.delay_secs == [round(one, 3) for one in staleness.delays(setting.workers, "plain")]
         assert (config.train.epochs, config.train.batch_size_per_worker) == (3, 128)
         assert config.algorithm.kind == setting.algorithm.split()[0]
+
+
+def test_synchronous_runs_see_the_same_examples_and_wait_for_nothing() -> None:
+    config = load(Setting("dnn", "fashion_mnist", "sgd", staleness.SYNC, 9, 0.3, 0).options(), None)
+    assert (config.mode, config.cluster.num_workers) == ("sync", 9)
+    assert config.simulate.delay_secs == [0.0] * 9
+    assert (config.train.epochs, config.train.batch_size_per_worker) == (3, 128)
+
+
+def test_larger_batches_may_have_larger_rates_than_the_best_one_without_staleness() -> None:
+    runs = [run_of(one) for one in Results([]).first_rates("dnn", "mnist", "sgd")]
+    searched = Results(runs).best_rate(replace(POINT, algorithm=staleness.SYNC))
+    assert searched == replace(POINT, algorithm=staleness.SYNC, learning_rate=1.0)
 
 
 def test_the_quick_runs_are_some_of_all() -> None:
@@ -128,7 +141,7 @@ def test_the_picture_has_a_line_and_a_mark_for_each_point(tmp_path: Path) -> Non
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(json.dumps(run_of(one)) + "\n" for one in all_runs(fashion)))
     drawn = pictures.staleness_drawing(path)
-    assert drawn.count("<circle") == 2 * 2 + 2, "two charts with two points of plain; the first one of staleness_aware"
+    assert drawn.count("<circle") == 2 * 2 + 3, "two charts with two points of plain; the first one of the others"
 
 
 def test_the_page_has_the_tables_of_what_was_measured() -> None:
