@@ -78,6 +78,8 @@ def test_sync_computes_on_gpus_what_it_computes_on_cpus(
     [
         pytest.param(("mode=async",), marks=pytest.mark.thorough),  # the call from Python below is asynchronous
         pytest.param(("mode=sync_replicas",), marks=pytest.mark.slow),
+        # Large enough for calls that end with the last step.
+        pytest.param(("mode=sync_replicas", "model=dnn", "model.hidden_units=[600,600]"), marks=pytest.mark.slow),
         pytest.param(("mode=sync", "algorithm=local_sgd"), marks=pytest.mark.slow),
         *(
             pytest.param((mode, "model=cnn", "train.steps=4", "devices.precision=bfloat16"), marks=pytest.mark.slow)
