@@ -229,10 +229,9 @@ class Table:
         steps = self._steps("async", "wide and deep")
         contenders = {
             "tf2dist": partial(tables.wide_and_deep_rate, "async", 2, steps),
-            "old program": partial(tables.peer_wide_and_deep_rate, "old", 2, steps),
+            "old program": partial(tables.old_wide_and_deep_rate, 2, steps),
             "tf2dist, sync": partial(tables.wide_and_deep_rate, "sync", 2, steps),
             "tf2dist, 1 worker": partial(tables.wide_and_deep_rate, "sync", 1, steps),
-            "keras fit": partial(tables.peer_wide_and_deep_rate, "keras_fit", 1, max(8, steps // 8)),
         }
         ends = ("tf2dist", "old program")
         yield Comparison("wide and deep", "examples/s of processor time", contenders, ends, 1.0)

@@ -6,9 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tests.bench import click_log
 from tests.bench.plain_port import dataset, model_of
-from tests.bench.wide_and_deep import wide_and_deep
 from tests.bench.workload import (
     BATCH_SIZE,
     CLICKS_BATCH_SIZE,
@@ -36,8 +34,8 @@ def keras_fit(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> N
     model.fit(dataset(workload, 0), steps_per_epoch=workload.steps, epochs=1, verbose=0, callbacks=[Watch()])
 
 
-def fit_tables(workload: Workload, stopwatch: Stopwatch) -> None:
-    """Keras as it is, with a model of large tables."""
+def fit_clicks(workload: Workload, stopwatch: Stopwatch) -> None:
+    """Keras as it is, with the model of clicks."""
 
     class Watch(keras.callbacks.Callback):
         done = 0
@@ -46,15 +44,10 @@ def fit_tables(workload: Workload, stopwatch: Stopwatch) -> None:
             self.done += 1
             self.model.stop_training = stopwatch.passed(self.done)
 
-    if workload.model == click_log.WIDE_AND_DEEP:
-        (x, y), model, size = click_log.examples(), wide_and_deep(), click_log.BATCH_SIZE
-        metrics = []
-    else:
-        (x, y), rows, size = workload.impressions(), TABLE_ROWS[workload.model], CLICKS_BATCH_SIZE
-        model = two_tower({name: array.shape[1:] for name, array in x.items()}, None, rows, rows, COLUMNS)
-        metrics = [keras.metrics.AUC()]
-    model.compile(keras.optimizers.Adagrad(LEARNING_RATE), model.loss, metrics=metrics)
-    model.fit(x, y, batch_size=size, epochs=1_000, verbose=0, callbacks=[Watch()])
+    (x, y), rows = workload.impressions(), TABLE_ROWS[workload.model]
+    model = two_tower({name: array.shape[1:] for name, array in x.items()}, None, rows, rows, COLUMNS)
+    model.compile(keras.optimizers.Adagrad(LEARNING_RATE), model.loss, metrics=[keras.metrics.AUC()])
+    model.fit(x, y, batch_size=CLICKS_BATCH_SIZE, epochs=1_000, verbose=0, callbacks=[Watch()])
 
 
 def bare(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> None:
@@ -87,8 +80,8 @@ def bare(workload: Workload, model: keras.Model, stopwatch: Stopwatch) -> None:
 
 def main(workload: Workload) -> None:
     stopwatch = Stopwatch(workload)
-    if workload.model in (*TABLE_ROWS, click_log.WIDE_AND_DEEP):
-        fit_tables(workload, stopwatch)
+    if workload.model in TABLE_ROWS:
+        fit_clicks(workload, stopwatch)
     else:
         {"keras_fit": keras_fit, "bare": bare}[sys.argv[2]](workload, model_of(workload), stopwatch)
     stopwatch.tell()

@@ -94,6 +94,6 @@ def wide_and_deep_rate(mode: str, num_workers: int, steps: int) -> float:
     return (last - first) * batches_of_a_step * click_log.BATCH_SIZE / used
 
 
-def peer_wide_and_deep_rate(contender: str, num_workers: int, steps: int) -> float:
-    with peer(contender, "async", click_log.WIDE_AND_DEEP, num_workers, steps, "") as (found, _):
+def old_wide_and_deep_rate(num_workers: int, steps: int) -> float:
+    with peer("old", "async", click_log.WIDE_AND_DEEP, num_workers, steps, "") as (found, _):
         return found["timed_steps"] * click_log.BATCH_SIZE / found["cpu_secs"]

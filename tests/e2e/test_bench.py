@@ -28,7 +28,7 @@ MORE = {
     "tables keras async": {"tf2dist", "keras fit"},
     "tables old 100 thousand rows": {"tf2dist", "old program"},
 }
-LONG = {"wide and deep": {"tf2dist", "old program", "tf2dist, sync", "tf2dist, 1 worker", "keras fit"}}
+LONG = {"wide and deep": {"tf2dist", "old program", "tf2dist, sync", "tf2dist, 1 worker"}}
 
 
 @pytest.mark.timeout(620)
