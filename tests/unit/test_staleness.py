@@ -169,9 +169,10 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
     assert f"in {secs['async'][slow]} s, and with `sync` in {secs['sync'][slow]} s" in answer
     best = {
         workers: min(shown_error(name, "plain", workers, tuned=True) for name in staleness.OPTIMIZERS)
-        for workers in (1, 3, 9)
+        for workers in (1, 3, 9, 33)
     }
-    assert f"test error of {best[1]} for one worker with Adam, {best[3]} for three, and {best[9]} for nine" in answer
+    ends = f"{best[1]} for one worker, {best[3]} for three, {best[9]} for nine, and {best[33]} for 33"
+    assert f"with a test error of {ends}, each" in answer
     results, losses, shares = Results(read(staleness.FILE)), {}, {}
     for name in staleness.OPTIMIZERS:
         points = staleness_page.curve(results, "dnn", "fashion_mnist", name, "plain", tuned=True)
@@ -180,6 +181,10 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
     assert shares == {"sgd": 10, "momentum": 30, "adam": 3}, "a tenth, a thirtieth, and a third"
     whole = " ".join(PAGES["docs/staleness.md"].split())
     assert f"SGD loses {losses['sgd']} points, Adam {losses['adam']} and momentum {losses['momentum']}" in whole
+    largest = [shown_error(name, "plain", 33, tuned=True) for name in ("adam", "sgd")]
+    assert f"in either case: {largest[0]} with its best rate, and SGD {largest[1]}" in whole
+    both = [shown_error("momentum", name, 33, tuned=True) for name in ("staleness_aware", "plain")]
+    assert f"{both[0]} with it, and {both[1]} without" in answer
     relative = staleness_page.curve(results, *WITH_SGD, staleness.COMPENSATED[0], True)[9]
     assert f"nine workers with SGD end at {relative.mean:.1f} % instead of" in answer
     assert f"momentum end at {shown_error('momentum', 'staleness_aware', 9, tuned=False)} instead" in answer
