@@ -23,7 +23,7 @@ from tests.bench.page import header, line
 from tests.bench.scale import next_record
 from tests.hosts import hosts
 from tests.jobs import Job
-from tf2dist.tools.comparing.results import _steps as steps_in
+from tf2dist.tools.comparing.results import timelines_in
 
 Step = tuple[float, float]  # its begin and its end
 MODES = {
@@ -162,7 +162,7 @@ def measure(way: str, case: str, secs: float | None = None) -> dict[str, Any]:
         begin = record = next_record(process, run_dir, None)
         while record["time"] - begin["time"] < (secs or WINDOW_SECS[case]):
             record = next_record(process, run_dir, record)
-        timelines = [steps for folder in folders for steps in steps_in(folder)]
+        timelines = [steps for folder in folders for steps in timelines_in(folder)]
     return {
         "way": way,
         "case": case,

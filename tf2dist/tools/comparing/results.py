@@ -325,7 +325,9 @@ def set_goal(results: list[ContenderResult], until: Until) -> None:
 def measure(run: ContenderRun, run_dir: Path, summary: dict[str, Any]) -> Measurement:
     """Reads what a run has left; a file that is missing or damaged leaves out what it would tell."""
     per_step = summary["examples_seen"] / max(1, summary["global_step"])
-    return Measurement(run, summary, list(_points(run_dir / "metrics.jsonl", per_step)), _steps(run_dir / TIMELINE))
+    return Measurement(
+        run, summary, list(_points(run_dir / "metrics.jsonl", per_step)), timelines_in(run_dir / TIMELINE)
+    )
 
 
 def _points(path: Path, examples_per_step: float) -> Iterator[Point]:
@@ -343,7 +345,7 @@ def _points(path: Path, examples_per_step: float) -> Iterator[Point]:
                 )
 
 
-def _steps(folder: Path) -> list[list[tuple[float, float]]]:
+def timelines_in(folder: Path) -> list[list[tuple[float, float]]]:
     """The steps of each worker, in the order of their numbers; fewer workers if a file is missing."""
     timelines = []
     with contextlib.suppress(OSError):
