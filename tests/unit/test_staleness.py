@@ -171,8 +171,8 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
         workers: min(shown_error(name, "plain", workers, tuned=True) for name in staleness.OPTIMIZERS)
         for workers in (1, 3, 9, 33)
     }
-    ends = f"{best[1]} for one worker, {best[3]} for three, {best[9]} for nine, and {best[33]} for 33"
-    assert f"with a test error of {ends}, each" in answer
+    errors = f"{best[1]} for one worker, {best[3]} for three, {best[9]} for nine, and {best[33]} for 33"
+    assert f"with a test error of {errors}, each" in answer
     results, losses, shares = Results(read(staleness.FILE)), {}, {}
     for name in staleness.OPTIMIZERS:
         points = staleness_page.curve(results, "dnn", "fashion_mnist", name, "plain", tuned=True)
@@ -185,6 +185,14 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
     assert f"in either case: {largest[0]} with its best rate, and SGD {largest[1]}" in whole
     both = [shown_error("momentum", name, 33, tuned=True) for name in ("staleness_aware", "plain")]
     assert f"{both[0]} with it, and {both[1]} without" in answer
+    ends = [
+        [shown_error(name, way, 9, tuned=True) for way in ("sync", "plain")] for name in ("adam", "momentum", "sgd")
+    ]
+    (adam, stale_adam), (momentum, stale_momentum), (sgd, stale_sgd) = ends
+    text = f"at {adam} with Adam and at {momentum} with momentum, which is far better than the {stale_adam} and "
+    assert f"{text}{stale_momentum} of `async`. With SGD they end at {sgd}, and" in whole
+    assert f"updates of `async` at {stale_sgd}" in whole
+    assert f"With `mode=sync` nine end at {min(adam, momentum, sgd)}." in answer
     relative = staleness_page.curve(results, *WITH_SGD, staleness.COMPENSATED[0], True)[9]
     assert f"nine workers with SGD end at {relative.mean:.1f} % instead of" in answer
     assert f"momentum end at {shown_error('momentum', 'staleness_aware', 9, tuned=False)} instead" in answer
