@@ -192,7 +192,8 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
     text = f"at {adam} with Adam and at {momentum} with momentum, which is far better than the {stale_adam} and "
     assert f"{text}{stale_momentum} of `async`. With SGD they end at {sgd}, and" in whole
     assert f"updates of `async` at {stale_sgd}" in whole
-    assert f"With `mode=sync` nine end at {min(adam, momentum, sgd)}." in answer
+    assert f"With `mode=sync` nine end at {min(adam, momentum, sgd)}, with Adam." in answer
+    assert min(adam, momentum, sgd) == adam
     relative = staleness_page.curve(results, *WITH_SGD, staleness.COMPENSATED[0], True)[9]
     assert f"nine workers with SGD end at {relative.mean:.1f} % instead of" in answer
     assert f"momentum end at {shown_error('momentum', 'staleness_aware', 9, tuned=False)} instead" in answer
