@@ -287,7 +287,7 @@ def _errors(chart: Chart, runs: list[staleness.Run], tuned: bool) -> None:
             chart.curve(values, style)
             chart.marks(values, style)
             for number, point in points.items():
-                chart.range(at[number], min(point.errors), max(point.errors), style)
+                chart.range(at[number], min(point.learned), max(point.learned), style)
 
 
 def staleness_drawing(path: Path) -> str:
@@ -301,7 +301,9 @@ def staleness_drawing(path: Path) -> str:
         staleness_page.NAMES[name].split()[0]: Style(colour, "-", "o") for name, colour in OPTIMIZER_COLOURS.items()
     }
     fixed.legend(colours, 290)
-    note = "dnn on Fashion-MNIST; solid: plain, dashed: staleness_aware, dotted: mode=sync with as many workers"
+    note = (
+        "dnn, Fashion-MNIST; solid: plain, dashed: staleness_aware, dotted: as many workers of mode=sync, never stale"
+    )
     return _svg(760, 316, "Error against staleness", [*fixed.parts, *tuned.parts, _text(46, 308, note, "small")])
 
 

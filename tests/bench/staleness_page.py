@@ -44,16 +44,24 @@ class Point(NamedTuple):
     errors: list[float]
 
     @property
+    def learned(self) -> list[float]:
+        """The errors of the runs that have not diverged; those of all if none has learned anything."""
+        return [error for error in self.errors if error <= SAME_CLASS] or self.errors
+
+    @property
     def mean(self) -> float:
-        return statistics.mean(self.errors)
+        return statistics.mean(self.learned)
 
     def __str__(self) -> str:
         """The mean, and the range of several seeds."""
-        if min(self.errors) > SAME_CLASS:
-            return "diverged" if len(self.errors) == 1 else f"diverged ({len(self.errors)} of {len(self.errors)})"
-        if len(self.errors) == 1:
-            return f"{self.mean:.1f}"
-        return f"{self.mean:.1f} ({min(self.errors):.1f} to {max(self.errors):.1f})"
+        diverged = sum(error > SAME_CLASS for error in self.errors)
+        texts = []
+        if diverged < len(self.errors):
+            spread = f" ({min(self.learned):.1f} to {max(self.learned):.1f})" if len(self.learned) > 1 else ""
+            texts.append(f"{self.mean:.1f}{spread}")
+        if diverged:
+            texts.append("diverged" if len(self.errors) == 1 else f"diverged ({diverged} of {len(self.errors)})")
+        return ", ".join(texts)
 
 
 def point_of(results: Results, setting: Setting, tuned: bool) -> Point | None:

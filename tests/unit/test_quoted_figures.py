@@ -47,7 +47,9 @@ FIRST_STEP = (("first step async", "tf2dist"),)
 ALL_TABLES = (*TABLES, ("tables keras sync", "tf2dist"))
 ROWS = (("tables rows async", "10 million rows"), ("tables rows async", "1 thousand rows"))
 FROM_TO = (LATE[1], LATE[0], LATE[3], LATE[2])
-WIDE_AND_DEEP = tuple(("wide and deep", name) for name in ("tf2dist", "tf2dist, 1 worker", "old program"))
+WIDE_AND_DEEP = tuple(
+    ("wide and deep", name) for name in ("tf2dist", "tf2dist, sync", "tf2dist, 1 worker", "old program")
+)
 OLD_TEXT, OLD_TEXT_ZH = "{} steps/s | TensorFlow 1 program {} | {}", "{} 步/秒 | TensorFlow 1 程序 {} | {}"
 DDP_TEXT, DDP_TEXT_ZH = "{} steps/s | PyTorch DDP with gloo {} | {}", "{} 步/秒 | PyTorch DDP（gloo）{} | {}"
 LARGE_SYNC = "large sync 12 million 2 workers"
@@ -93,8 +95,8 @@ QUOTED = [
     Quoted("docs/embeddings.md", "the workers take {} steps/s, with a thousand rows {},", ROWS),
     Quoted(
         "docs/benchmarks.md",
-        "tf2dist trains {} examples with two asynchronous workers and {} with one synchronous worker. A TensorFlow 1 "
-        "program with two workers trains {}.",
+        "tf2dist trains {} examples with two asynchronous workers, {} with two synchronous ones, and {} with one "
+        "worker alone; a TensorFlow 1 program with two asynchronous workers trains {}.",
         WIDE_AND_DEEP,
     ),
     Quoted("docs/zh/modes.md", "六分之一时，从每秒 {} 步降到 {} 步，`sync` 则从 {} 步降到 {} 步", FROM_TO),

@@ -123,6 +123,9 @@ def test_a_point_has_the_range_of_its_seeds() -> None:
     assert str(staleness_page.Point(0.1, [14.0])) == "14.0"
     assert str(staleness_page.Point(0.1, [14.0, 16.0, 15.0])) == "15.0 (14.0 to 16.0)"
     assert str(staleness_page.Point(0.1, [90.0, 88.65])) == "diverged (2 of 2)"
+    assert str(staleness_page.Point(0.1, [90.0])) == "diverged"
+    some = staleness_page.Point(0.1, [14.0, 90.0, 16.0])
+    assert (str(some), some.mean) == ("15.0 (14.0 to 16.0), diverged (1 of 3)", 15.0)
 
 
 def test_a_row_has_what_was_measured() -> None:
@@ -165,14 +168,20 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
         (row,) = re.findall(rf"^\| `{mode}` \| [\d.]+ \| (.*\(.*)$", PAGES["docs/staleness.md"], re.MULTILINE)
         secs[mode] = [cell.split()[0] for cell in row.split("|")[:-1]]
     equal, slow = 0, 3  # columns: 0, 10, 50 and 100 ms
-    assert f"on MNIST in {secs['async'][equal]} s, and with `sync` in {secs['sync'][equal]} s" in answer
-    assert f"in {secs['async'][slow]} s, and with `sync` in {secs['sync'][slow]} s" in answer
+    text = (
+        f"of 0.95 on MNIST in {secs['async'][slow]} s when one of them takes three times as long for a step, and with "
+    )
+    assert f"{text}`sync` in {secs['sync'][slow]} s." in answer
+    assert f"`sync` takes {secs['sync'][equal]} s and `async` {secs['async'][equal]} s." in answer
     best = {
-        workers: min(shown_error(name, "plain", workers, tuned=True) for name in staleness.OPTIMIZERS)
+        (workers, way): min(shown_error(name, way, workers, tuned=True) for name in staleness.OPTIMIZERS)
         for workers in (1, 3, 9, 33)
+        for way in ("plain", "sync")
     }
-    errors = f"{best[1]} for one worker, {best[3]} for three, {best[9]} for nine, and {best[33]} for 33"
-    assert f"with a test error of {errors}, each" in answer
+    text = f"three workers end with a test error of {best[3, 'plain']} in `async` and {best[3, 'sync']} in `sync`, nine"
+    assert f"{text} with {best[9, 'plain']} and {best[9, 'sync']}, and 33 with {best[33, 'plain']} and" in answer
+    assert f"and {best[33, 'sync']} (one run each)" in answer
+    assert f"One worker ends with {best[1, 'plain']}." in answer
     results, losses, shares = Results(read(staleness.FILE)), {}, {}
     for name in staleness.OPTIMIZERS:
         points = staleness_page.curve(results, "dnn", "fashion_mnist", name, "plain", tuned=True)
@@ -182,20 +191,20 @@ def test_the_answer_of_the_page_is_what_was_measured() -> None:
     whole = " ".join(PAGES["docs/staleness.md"].split())
     assert f"SGD loses {losses['sgd']} points, Adam {losses['adam']} and momentum {losses['momentum']}" in whole
     largest = [shown_error(name, "plain", 33, tuned=True) for name in ("adam", "sgd")]
-    assert f"in either case: {largest[0]} with its best rate, and SGD {largest[1]}" in whole
+    assert f"in either case (one run each): {largest[0]} with its best rate, and SGD {largest[1]}" in whole
     both = [shown_error("momentum", name, 33, tuned=True) for name in ("staleness_aware", "plain")]
-    assert f"{both[0]} with it, and {both[1]} without" in answer
+    assert f"{both[0]} with it and at {both[1]} without" in answer
     ends = [
         [shown_error(name, way, 9, tuned=True) for way in ("sync", "plain")] for name in ("adam", "momentum", "sgd")
     ]
     (adam, stale_adam), (momentum, stale_momentum), (sgd, stale_sgd) = ends
-    text = f"at {adam} with Adam and at {momentum} with momentum, which is far better than the {stale_adam} and "
-    assert f"{text}{stale_momentum} of `async`. With SGD they end at {sgd}, and" in whole
-    assert f"updates of `async` at {stale_sgd}" in whole
-    assert f"With `mode=sync` nine end at {min(adam, momentum, sgd)}, with Adam." in answer
-    assert min(adam, momentum, sgd) == adam
+    text = f"at {adam} with Adam and at {momentum} with momentum; `async` ends at {stale_adam} and {stale_momentum}."
+    assert text in whole
+    three = [shown_error("sgd", way, 3, tuned=True) for way in ("plain", "sync")]
+    assert f"with three workers `async` ends at {three[0]}, and `sync` at {three[1]} with two seeds" in whole
+    assert f"With nine, `async` ends at {stale_sgd} and `sync` at {sgd}, and" in whole
     relative = staleness_page.curve(results, *WITH_SGD, staleness.COMPENSATED[0], True)[9]
-    assert f"nine workers with SGD end at {relative.mean:.1f} % instead of" in answer
+    assert f"nine workers with SGD end at {relative.mean:.1f} % with it, at {stale_sgd} without" in whole
     assert f"momentum end at {shown_error('momentum', 'staleness_aware', 9, tuned=False)} instead" in answer
 
 
@@ -209,7 +218,7 @@ def test_delay_compensation_helps_at_one_rate() -> None:
     assert len(ends[0].errors) == len(ends[1].errors) == len(staleness.SEEDS)
     assert max(ends[0].errors) < min(ends[1].errors)
     text = " ".join(PAGES["docs/staleness.md"].split())
-    assert f"leaves {ends[0].mean:.1f} % of mistakes instead of {ends[1].mean:.1f} %" in text
+    assert f"ends at {ends[0].mean:.1f} % instead of {ends[1].mean:.1f} %" in text
 
 
 def test_the_page_says_what_was_not_measured() -> None:
