@@ -53,6 +53,7 @@ def wandb_folders(printed: str, folder: Path) -> None:
     assert len(set(ids)) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "check"),
     [("tracker.py", own_files), ("mlflow_tracker.py", mlflow_runs), ("wandb_tracker.py", wandb_folders)],

@@ -161,6 +161,7 @@ def all_succeed(ends: dict[str, Finished]) -> None:
         assert end.code == 0, f"{name}: {end}"
 
 
+@pytest.mark.thorough
 def test_tasks_of_one_host_divide_its_gpus(command: Command, tmp_path: Path) -> None:
     """Two GPUs of a synchronous worker are two replicas, with half of its batch each; an evaluator gets the rest."""
     gpus = FakeGpus(5, tmp_path / "gpus")

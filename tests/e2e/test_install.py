@@ -94,6 +94,7 @@ def test_the_tests_run_from_the_source_archive(dist: Path) -> None:
     assert re.search(r"^\d+ passed in ", told.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_a_program_that_uses_it_is_typed(site: Path, tmp_path: Path) -> None:
     """README's first program; Keras has no types."""
     program = next(block.text for block in BLOCKS if block.page == "README.md" and block.language == "python")
