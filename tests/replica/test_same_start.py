@@ -103,6 +103,16 @@ def test_weights_are_compared_without_a_copy_of_them() -> None:
     assert most_bytes < 1 << 20
 
 
+def test_weights_of_any_type_and_shape_can_be_compared() -> None:
+    config = run_config()
+    _, splits = source_and_splits(config)
+    alone: Any = SimpleNamespace(count=1, index=0, add_up=lambda digests: digests)
+    shapes: list[tuple[int, ...]] = [(), (0, 3), (2, 3)]
+    made = [keras.Variable(np.ones(shape), dtype=kind) for kind in ("bfloat16", "float16", "int8") for shape in shapes]
+    named = {f"model/{number}": [variable] for number, variable in enumerate(made)}
+    sync_setup.synchronize_initial_state(config, splits, keras.optimizers.SGD(), alone, named, ())
+
+
 @pytest.mark.parametrize("model", [pytest.param("own_weights", marks=pytest.mark.slow), "own_table"])
 def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorkers, model: str) -> None:
     first, *others = sync_workers(train, 3, (run_config(model),))

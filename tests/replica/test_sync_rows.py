@@ -11,7 +11,6 @@ import pytest
 
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, sync_loop
-from tests.replica.test_bags_of_ids import EmbedReduce
 from tests.replica.test_embedding_rows import BATCH, COLUMNS, OPTIMIZERS, ROWS, SPLITS, STEPS, by_keras, model_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.testing import SyncWorker, SyncWorkers
@@ -46,17 +45,6 @@ def masked() -> keras.Model:
     return model
 
 
-def weighted() -> keras.Model:
-    """Of a subclass of Embedding, which multiplies its rows by weights and adds them up."""
-    keras.utils.set_random_seed(3)
-    ids, item = keras.Input((3,), name="ids", dtype="int32"), keras.Input((), name="item", dtype="int32")
-    bag = EmbedReduce(ROWS, COLUMNS)(ids, keras.ops.cast(ids % 7 + 1, "float32"))
-    both = layers.Concatenate()([bag, layers.Embedding(ROWS, COLUMNS)(item)])
-    model = keras.Model({"ids": ids, "item": item}, layers.Dense(1)(both))
-    model.compile(keras.optimizers.Adagrad(0.1), "mse")
-    return model
-
-
 def chosen_by_path() -> keras.Model:
     inner = {".*items.*": keras.optimizers.SGD(0.5, global_clipnorm=0.01), ".*shared.*": keras.optimizers.Adagrad(0.1)}
     by_path = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, global_clipnorm=0.1), inner)
@@ -68,7 +56,6 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "adam": functools.partial(model_of, keras.optimizers.Adam),
     "alone": tables_alone,
     "masked": masked,
-    "weighted": weighted,
     "chosen": chosen_by_path,
 }
 
@@ -118,7 +105,7 @@ def assert_equals_keras(name: str, trainings: list[Training], batch_size: int = 
 
 
 FIRST = ["clipped", "masked", "chosen"]
-THOROUGH = ["adagrad", "alone", "weighted"]
+THOROUGH = ["adagrad", "alone"]
 EXACT = [*FIRST, *THOROUGH, "sgd", "schedule"]
 
 

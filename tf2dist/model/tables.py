@@ -9,6 +9,7 @@ An optimizer of Keras then updates some rows of a variable; what that takes does
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from tf2dist.tf_internals import (
 )
 
 MAX_ROWS = 2**31 - 1  # of a table: ids travel as int32
+# Operations of `tf.random` with a state. Those of Keras's layers draw by seeds, which are variables.
+RANDOM = re.compile("Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|Rng|Stateful[RSTU]")
 
 
 class Lookups(NamedTuple):
@@ -67,33 +70,26 @@ def tables_of(model: keras.Model) -> dict[int, list[keras.layers.Embedding]]:
 def reading(layers: Sequence[keras.layers.Embedding], read: Read) -> Iterator[None]:
     """In the block these layers take their rows from `read`, but for those in loops and branches."""
     graph = tf.compat.v1.get_default_graph()
-    kinds = [type(layer) for layer in layers]
-    by_row = {kind: _by_row(kind, read, graph) for kind in kinds}
-    for layer, kind in zip(layers, kinds, strict=True):
-        object.__setattr__(layer, "__class__", by_row[kind])
+
+    def calling(layer: keras.layers.Embedding, table: keras.Variable) -> Callable[[Any], Any]:
+
+        def call(inputs: Any) -> Any:
+            # Keras looks up in ragged and sparse ones in other ways.
+            if not isinstance(inputs, tf.Tensor) or _is_within_loop(inputs, graph) or _is_differentiated():
+                return type(layer).call(layer, inputs)
+            ids = tf.cast(inputs, inputs.dtype if inputs.dtype in (tf.int32, tf.int64) else tf.int32)
+            ids = tf.where(ids < 0, ids + table.shape[0], ids)  # as in Keras, from the end
+            return keras.ops.cast(read(table, ids), layer.compute_dtype)
+
+        return call
+
+    for layer in layers:
+        layer.call = calling(layer, table_of(layer))  # Python finds it before the method of the class
     try:
         yield
     finally:
-        for layer, kind in zip(layers, kinds, strict=True):
-            object.__setattr__(layer, "__class__", kind)
-
-
-def _by_row(kind: type[keras.layers.Embedding], read: Read, graph: tf.Graph) -> type[keras.layers.Embedding]:
-    """A class of layers like `kind`, in which the call of `Embedding` reads rows."""
-
-    class ByRow(keras.layers.Embedding):  # type: ignore[misc]
-        def call(self, inputs: Any) -> Any:
-            # Keras looks up in ragged and sparse ones in other ways.
-            if not isinstance(inputs, tf.Tensor) or _is_within_loop(inputs, graph) or _is_differentiated():
-                return super().call(inputs)
-            table: keras.Variable = table_of(self)
-            ids = tf.cast(inputs, inputs.dtype if inputs.dtype in (tf.int32, tf.int64) else tf.int32)
-            ids = tf.where(ids < 0, ids + table.shape[0], ids)  # as in Keras, from the end
-            return keras.ops.cast(read(table, ids), self.compute_dtype)
-
-    # So `super().call` of a subclass comes to it, too.
-    bases = (ByRow,) if kind is keras.layers.Embedding else (kind, ByRow)
-    return type(kind.__name__, bases, {})
+        for layer in layers:
+            del layer.call
 
 
 def _is_within_loop(tensor: tf.Tensor, graph: tf.Graph) -> bool:
@@ -222,6 +218,8 @@ class LookupTrace:
         for variable, value in zip(self._variables, values, strict=True):
             own = ids.get(id(variable), [])
             is_read = takes_gradients or not own or value.consumers() or any(i.name in dependent for i in own)
+            # The step would draw other ids than those whose rows it gets.
+            is_read = is_read or any(RANDOM.match(operation.type) for i in own for operation in origins_of(i))
             if id(variable) in ids and is_read:
                 self.read_whole.add(id(variable))
         self.num_calls = {table: len(own) for table, own in ids.items()}

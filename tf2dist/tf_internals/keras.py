@@ -290,12 +290,15 @@ def layers_of(model: keras.Layer) -> list[keras.Layer]:
 
 
 def table_of(layer: keras.Layer) -> keras.Variable | None:
-    """The variable in which the call of an Embedding looks rows up; None for other layers.
-
-    A subclass may do more with it in a call of its own.
-    """
-    # One that is quantized, or fine-tuned with LoRA, computes its rows.
-    if not isinstance(layer, keras.layers.Embedding) or type(layer).embeddings is not keras.layers.Embedding.embeddings:
+    """The variable in which an Embedding looks rows up, and does nothing else with it; None for other layers."""
+    # A subclass may do more in its call, or have other rows than those of its variable. One that is quantized, or
+    # fine-tuned with LoRA, computes its rows.
+    kind = keras.layers.Embedding
+    if (
+        not isinstance(layer, kind)
+        or type(layer).call is not kind.call
+        or type(layer).embeddings is not kind.embeddings
+    ):
         return None
     if not layer.built or layer.lora_enabled or layer.quantization_mode:
         return None

@@ -6,6 +6,7 @@ model.json     its description without weights, from the start of a run; those o
 A model that is made in another process has other names of variables, with which those of the run are matched.
 """
 
+import gc
 import json
 import os
 import re
@@ -106,8 +107,10 @@ def write_model(
             # Not zipped by Keras, which would first hold all weights in memory once more.
             keras.saving.save_model(model, folder / "unzipped", zipped=False)
         tables.write_into(folder / "unzipped" / WEIGHTS)
+        # Before most of it has been written to the disk. A model refers to itself, and would keep its files mapped.
         del model, tables
-        shutil.rmtree(folder / "tables")  # while most of it has not been written to the disk
+        gc.collect()
+        shutil.rmtree(folder / "tables", ignore_errors=True)
         _zip(folder / "unzipped", run_dir)
     except Exception as error:  # builders and get_config of the user's layers may raise anything
         warn(f"{MODEL_FILE} could not be written ({_reason(error)}); the weights are in the checkpoints")

@@ -224,8 +224,8 @@ def _claim_about_a_straggler(slow: ContenderResult, slow_rate: Spread, rate: Spr
         f" ({', '.join(f'{key}={value}' for key, value in contender.varying.items())})" if contender.varying else ""
     )
     if contender.mode == "sync" or contender.backups == 0:
-        # The slow worker alone takes at least the delay for a step.
-        state = "seen" if 1 / slow_rate.mean >= contender.delay_secs else "not seen"
+        # The slow worker alone takes at least its delay for a step, that of all workers included.
+        state = "seen" if 1 / slow_rate.mean >= max(contender.config.simulate.delay_secs) else "not seen"
         return Claim(f"{contender.mode_label}{settings}: every step is as slow as the slowest worker.", state, figures)
     if contender.mode == "sync_replicas":
         state = "seen" if share >= KEPT_RATE else "not seen"

@@ -71,7 +71,7 @@ def wait_for_calls(
 ) -> PauseRequest:
     """Waits until all calls are done; returns what was requested in the meantime. See `StopDeadline`.
 
-    The watchdog learns of each change of `progress`: over a slow network what is left of large calls takes minutes.
+    The watchdog learns of each change of `progress`: over a slow network a call of many steps takes minutes.
     """
     deadline, seen = StopDeadline(pause_request, progress, quiet_secs), None
     look_at = time.monotonic() + LOOK_AT_CALLS_SECS

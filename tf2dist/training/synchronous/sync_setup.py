@@ -72,7 +72,7 @@ def synchronize_initial_state(
             weights.update(read_piece(variable, first, last).data)
         if name not in by_row:
             # Neither `numpy()` nor `tobytes()`: the process would keep the memory of these copies of the model.
-            weights.update(np.ascontiguousarray(tf.convert_to_tensor(variable)).reshape(-1).view(np.uint8).data)
+            weights.update(np.ascontiguousarray(tf.reshape(variable, [-1])).view(np.uint8).data)
 
     # Each worker fills its own row, so the sum holds the rows of all.
     digests = np.zeros([workers.count, len(own) + 1])
