@@ -8,6 +8,8 @@ import shlex
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.colors import to_hex
@@ -34,9 +36,9 @@ from tf2dist.tools.comparing.figures import (
 )
 from tf2dist.tools.comparing.matrix import PARSERS, Contender, ContenderRun, Until, runs_of
 from tf2dist.tools.comparing.page import contender_columns, run_columns
-from tf2dist.tools.comparing.results import MEASURES, ContenderResult, Measurement, Point, set_goal
+from tf2dist.tools.comparing.results import MEASURES, ContenderResult, Measurement, Point, Spread, set_goal
 from tf2dist.tools.comparing.running import RunOutcome, earlier_plan, prepare_folder
-from tf2dist.tools.comparing.verdict import verdict_of
+from tf2dist.tools.comparing.verdict import _claim_about_a_straggler, verdict_of
 
 SMALL = ("data=digits", "model=softmax")
 
@@ -85,6 +87,13 @@ def test_every_worker_has_the_common_delay() -> None:
     assert override_of(even, "simulate.delay_secs") == "[0.05,0.05,0.05]"
     assert override_of(slow, "simulate.delay_secs") == "[0.05,0.05,0.07]"
     assert (even.name, slow.name) == ("sync, equal workers", "sync, one worker 20 ms slower")
+
+
+def test_what_delays_all_workers_does_not_show_that_they_wait_for_the_slow_one() -> None:
+    slow = contenders(*SMALL, "modes=sync", "delays=0,0.02", "common_delay=0.05")[1][1]
+    result: Any = SimpleNamespace(contender=slow)
+    claims = [_claim_about_a_straggler(result, Spread((rate,)), Spread((19.6,))) for rate in (19.6, 14.0)]
+    assert [claim.state for claim in claims] == ["not seen", "seen"]
 
 
 def test_an_option_of_a_mode_is_given_to_that_mode_alone() -> None:
