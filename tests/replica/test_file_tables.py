@@ -188,14 +188,14 @@ def test_a_full_disk(small_disk: Callable[[str], Path], tmp_path: Path) -> None:
     def read(folder: Path) -> dict[str, np.ndarray]:
         return {"model/users/embeddings": in_file([rows], rows.shape, str(folder))}  # as a loop reads it
 
-    for free_kb in (0, 4, 8, 24 << 10, 40 << 10, 56 << 10):
+    for free_kb in (0, 4, 8, 24 << 10, 40 << 10):  # the last has room for two copies
         leave_free(disk, free_kb << 10)
         run_dir.mkdir(exist_ok=True)
         # Where next to nothing is free, reading would already fail.
         of_run = functools.partial(read, run_dir if free_kb > 8 else tmp_path)
         write_model(run_dir, model, model.optimizer, of_run, 7, one_table, warnings.append)
-        assert [path.name for path in run_dir.iterdir()] == [MODEL_FILE] * (free_kb == 56 << 10)
-    assert len(warnings) == 5
+        assert [path.name for path in run_dir.iterdir()] == [MODEL_FILE] * (free_kb == 40 << 10)
+    assert len(warnings) == 4
     assert {warning.partition(";")[0] for warning in warnings} == {
         "model.keras could not be written (No space left on device)"
     }
