@@ -76,6 +76,10 @@ class GraphsSpec:
     earlier_updates: int = 0
 
 
+# Of what was pulled for a step: what `_exchange` or `_push` returns, and the loss.
+TrainStep = Callable[[list[WireTensors]], tuple[Any, tf.Tensor]]
+
+
 @dataclass(frozen=True)
 class PsCall:
     """The call of a worker, in the graph that is made for it.
@@ -292,13 +296,7 @@ class PsGraphs(abc.ABC):
         """Pulls from each ps for the first step of a call; `requests`: of rows, see `Routed`."""
 
     def _train_if_open(
-        self,
-        call: PsCall,
-        pulled: list[WireTensors],
-        train: Callable[[list[WireTensors]], tuple[Any, tf.Tensor]],
-        loss: tf.Tensor,
-        *,
-        is_last: bool,
+        self, call: PsCall, pulled: list[WireTensors], train: TrainStep, loss: tf.Tensor, *, is_last: bool
     ) -> tuple[Any, tf.Tensor]:
         """What `train` returns for what was pulled; or the like without a step, where the ps have said that it is over.
 

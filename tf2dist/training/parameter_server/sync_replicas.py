@@ -6,7 +6,7 @@ with calls, opens the servers for a training and closes them at its end.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -29,7 +29,7 @@ from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.async_loop import PsLoop
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
 from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
-from tf2dist.training.parameter_server.graphs import GraphsSpec, PsCall, PsGraphs
+from tf2dist.training.parameter_server.graphs import GraphsSpec, PsCall, PsGraphs, TrainStep
 from tf2dist.training.parameter_server.rows import Routed
 from tf2dist.training.parameter_server.schedule import MAX_LOOK_SECS, Scheduler, longest_silence
 from tf2dist.training.parameter_server.server import PartSpec
@@ -113,13 +113,7 @@ class SyncReplicasGraphs(PsGraphs):
         return self._follow(self.deciding.begin(call.worker, *requests[0]), requests)
 
     def _train_if_open(
-        self,
-        call: PsCall,
-        pulled: list[WireTensors],
-        train: Callable[[list[WireTensors]], tuple[Any, tf.Tensor]],
-        loss: tf.Tensor,
-        *,
-        is_last: bool,
+        self, call: PsCall, pulled: list[WireTensors], train: TrainStep, loss: tf.Tensor, *, is_last: bool
     ) -> tuple[Any, tf.Tensor]:
         def skip() -> tuple[Any, tf.Tensor]:
             return (self.deciding.pushed_by(call.worker) if is_last else pulled), loss
