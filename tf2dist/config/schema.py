@@ -78,11 +78,7 @@ class AlgorithmConfig:
         0.04, POSITIVE, DELAY_COMPENSATED, help="algorithm=delay_compensated: the factor lambda of the correction"
     )
     mean_square_decay: float | None = option(
-        None,
-        IS_MOMENTUM,
-        DELAY_COMPENSATED,
-        help="algorithm=delay_compensated: divide the factor by the root of a moving mean square of the gradients with "
-        "this decay, such as 0.95; null: a constant factor",
+        None, IS_MOMENTUM, DELAY_COMPENSATED, help="algorithm=delay_compensated: for a factor relative to the gradients"
     )
     local_steps: int = option(
         8, *COUNT, LOCAL_SGD, help="algorithm=local_sgd: how many steps a worker takes on its own between two averages"
@@ -468,8 +464,7 @@ class RunConfig:
     watchdog_secs: float = option(
         120.0,
         *SECS,
-        help="a task without progress for this long is lost (600 more at its start); without a sign of life, after "
-        "0.6 of it",
+        help="a task is lost after this long without progress (600 more at its start), or 0.6 of it in silence",
         scope="job",
         predicts=True,
     )
