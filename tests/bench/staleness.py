@@ -112,26 +112,28 @@ class Stage(NamedTuple):
     rate: float = 0.0
 
 
-# In this order, for each model: workers, data and seeds.
+# In this order: model, workers, data and seeds.
 FIRST, REST = SEEDS[:1], SEEDS[1:]
-ORDER: tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...] = (
-    *((FEW, "fashion_mnist", SEEDS), (FEW, "mnist", FIRST), (MANY, "fashion_mnist", FIRST)),
-    *((MANY, "fashion_mnist", REST), (MANY, "mnist", FIRST), ((*FEW, *MANY), "mnist", REST)),
-    *((OTHERS, "fashion_mnist", SEEDS), (OTHERS, "mnist", SEEDS)),
+ORDER: tuple[tuple[str, tuple[int, ...], str, tuple[int, ...]], ...] = (
+    *(("dnn", FEW, "fashion_mnist", SEEDS), ("dnn", FEW, "mnist", FIRST), ("dnn", MANY, "fashion_mnist", FIRST)),
+    *(("dnn", MANY, "fashion_mnist", REST), ("cnn", FEW, "fashion_mnist", FIRST), ("dnn", MANY, "mnist", FIRST)),
+    *(("dnn", (*FEW, *MANY), "mnist", REST), ("cnn", MANY, "fashion_mnist", FIRST), ("cnn", FEW, "mnist", FIRST)),
+    *(("dnn", OTHERS, "fashion_mnist", SEEDS), ("cnn", (*FEW, *MANY), "fashion_mnist", REST)),
+    *(("dnn", OTHERS, "mnist", SEEDS), ("cnn", (*FEW, *MANY), "mnist", SEEDS)),
+    *(("cnn", OTHERS, "fashion_mnist", SEEDS), ("cnn", OTHERS, "mnist", SEEDS)),
 )
 
 
 def stages() -> Iterator[Stage]:
     """All that is measured, the most telling first."""
-    for model in ("dnn", "cnn"):
-        for workers, data, seeds in ORDER:
-            if (model, workers, data, seeds) == ("dnn", MANY, "fashion_mnist", REST):
-                yield from compensated(workers[-1], FIRST)
-            for tuned, algorithm in itertools.product((False, True), ALGORITHMS):
-                yield Stage(model, data, algorithm, workers, tuned, seeds)
-            yield Stage(model, data, SYNC, workers, True, seeds)
-            if (model, workers, data) == ("dnn", FEW, "fashion_mnist"):
-                yield from compensated(workers[-1], seeds)
+    for model, workers, data, seeds in ORDER:
+        if (model, workers, data, seeds) == ("dnn", MANY, "fashion_mnist", REST):
+            yield from compensated(workers[-1], FIRST)
+        for tuned, algorithm in itertools.product((False, True), ALGORITHMS):
+            yield Stage(model, data, algorithm, workers, tuned, seeds)
+        yield Stage(model, data, SYNC, workers, True, seeds)
+        if (model, workers, data) == ("dnn", FEW, "fashion_mnist"):
+            yield from compensated(workers[-1], seeds)
 
 
 def compensated(workers: int, seeds: Sequence[int]) -> Iterator[Stage]:
