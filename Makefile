@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 # Made when everything in requirements.lock is installed.
 STAMP := $(VENV)/.installed
 
+# Where it is set, as in many containers, each of the hundreds of commands in the tests would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install train test thorough slow chaos bench versions lint docs lock dist clean
 
 # An environment in .venv, with the versions of requirements.lock.

@@ -1,5 +1,6 @@
 """Comparisons of invented runs, with the files that real runs would leave."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ SecsPerExample = Callable[[Contender, int], float]  # from the contender and the
 NUM_EXAMPLES = 40_000
 
 
+@functools.cache  # composing them takes a second, and nobody changes them
 def contenders(*arguments: str) -> tuple[Options, list[Contender]]:
     options, rest = split(list(arguments))
     return options, contenders_of(options, rest, ConfigSource(), check_local)

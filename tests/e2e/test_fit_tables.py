@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from sklearn import datasets
 
 import tf2dist
 from tests.e2e.test_fit import assert_same, weights_agree
@@ -19,6 +18,8 @@ COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negative
 
 
 def breast_cancer() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn import datasets  # a second, which not every process of the tests pays
+
     x, y = datasets.load_breast_cancer(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
     return ((x - x.mean(0)) / x.std(0))[order], y[order]

@@ -158,6 +158,7 @@ def test_an_untested_release_that_has_renamed_internals(tmp_path: Path) -> None:
     assert all(line.startswith("fail: ") and "; install " in line for line in others)
 
 
+@pytest.mark.thorough
 def test_an_untested_release_that_has_all_internals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other_release(tmp_path, {})
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -59,7 +59,7 @@ def deep(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
         ({"model": "softmax"}, None, 50),
         ({"model": "deep"}, None, 28),
         pytest.param({"model": "deep"}, 2, 2, marks=pytest.mark.slow),
-        ({"model": "dnn", "hidden_units": [1500, 1500]}, None, 5),
+        pytest.param({"model": "dnn", "hidden_units": [1500, 1500]}, None, 5, marks=pytest.mark.thorough),
     ],
 )
 def test_deep_and_large_models_get_short_calls(

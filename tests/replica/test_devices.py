@@ -136,6 +136,7 @@ def test_gpus_behind_cgroups_keep_names_of_their_own(monkeypatch: pytest.MonkeyP
     assert devices.names_of([0]) == ["1"], "the user has chosen"
 
 
+@pytest.mark.thorough
 def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
     """The coordinator of many hosts makes the graphs of workers whose devices it does not know."""
     code = """if True:

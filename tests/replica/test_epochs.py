@@ -355,8 +355,8 @@ class Noting(NoSaver):
 @pytest.mark.parametrize(
     ("calls", "saved"),
     [
-        ([], [(10, False)]),
-        ([("epoch", 0)], [(10, True)]),
+        pytest.param([], [(10, False)], marks=pytest.mark.thorough),
+        pytest.param([("epoch", 0)], [(10, True)], marks=pytest.mark.thorough),
         ([("end", 1)], [(10, False), (10, True)]),
     ],
 )

@@ -42,6 +42,7 @@ ITS_CLIENT = """if True:
 """
 
 
+@pytest.mark.thorough
 def test_a_lost_server_is_recognized() -> None:
     (port,) = unused_ports(1)
 

@@ -113,7 +113,8 @@ CUSTOM = {kind.__name__: kind for kind in (Averaged, Hidden, OwnStep)}
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        *((keras.Model, None), (OwnStep, 7)),
+        (keras.Model, None),
+        pytest.param(OwnStep, 7, marks=pytest.mark.thorough),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(keras.Model, 7), (OwnStep, None)]),
     ],
 )

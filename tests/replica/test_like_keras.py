@@ -38,7 +38,7 @@ ASYNCHRONOUS = [*ONE_WORKER, "large", "summed", "own_metrics", "contrastive", "d
 ASYNCHRONOUS_LATER = ["own_metrics", "contrastive", "autoencoder"]
 # What another mode or model shows as well: `make thorough` trains these.
 ASYNCHRONOUS_THOROUGH = ["no_training", "looks_at_the_batch", "own_loss", "summed"]
-THOROUGH = ["contrastive", "distiller", "large"]
+THOROUGH = ["contrastive", "distiller", "large", "ignores_a_class", "one_number"]
 # The models of `own_steps`. Several updates in a step need Keras 3.15.
 OWN_STEPS = [
     *("distiller", "autoencoder", "contrastive", "contrastive_step", "own_metrics"),

@@ -107,7 +107,12 @@ def source_of(kind: str) -> InMemorySource:
     )
 
 
-@pytest.mark.parametrize("kind", DATA)
+THOROUGH = ("one-hot", "numbers")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.thorough if kind in THOROUGH else ()) for kind in DATA]
+)
 def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
     source = source_of(kind)
     step, _ = build_step(source, source.load(), run_config(), contextlib.nullcontext())

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import REPOSITORY, slowness
 
 # As with Keras 3.13, but for what `make versions` runs on Keras 3.12 itself.
@@ -19,6 +21,7 @@ CODE = """if True:
 """
 
 
+@pytest.mark.thorough
 def test_a_step_with_several_updates_needs_keras_with_a_multi_optimizer() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=REPOSITORY, capture_output=True, text=True, timeout=100 * slowness()

@@ -119,10 +119,10 @@ def keras_fit(name: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
 # An asynchronous worker handles each of these in another way, and "several" has a schedule and a scale of the loss.
 # `make thorough` tests the next ones, and `make slow` the rest.
 FIRST = (
-    *("Adafactor", "Muon", "ScheduleFreeAdamW", "own", "global_clipnorm"),
+    *("ScheduleFreeAdamW", "own", "global_clipnorm"),
     *("ema_overwrite_frequency", "gradient_accumulation_steps", "several", "without a layer"),
 )
-THOROUGH = ("a new one for each variable", "without its biases")
+THOROUGH = ("Adafactor", "Muon", "a new one for each variable", "without its biases")
 REST = [name for name in (*OPTIMIZERS, *EXCLUSIONS) if name not in (*FIRST, *THOROUGH)]
 
 

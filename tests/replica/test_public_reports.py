@@ -228,10 +228,13 @@ THOROUGH_IN_ASYNC = [
 ]
 IN_ASYNC = ["lookups", *(name for name in TRACED_IN_ASYNC if name not in THOROUGH_IN_ASYNC)]
 IN_SYNC = [
-    *("custom optimizer", "lookups", "nested", "own losses", "compiled in training", "sum in evaluations"),
+    *("custom optimizer", "lookups", "compiled in training"),
     *TRACED_IN_SYNC,
 ]
-THOROUGH_IN_SYNC = ["accumulation", "towers", "words", "frozen", "series", "features", "own loss"]
+THOROUGH_IN_SYNC = [
+    *("accumulation", "towers", "words", "frozen", "series", "features", "own loss"),
+    *("nested", "own losses", "sum in evaluations"),
+]
 
 
 @functools.cache

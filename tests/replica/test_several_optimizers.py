@@ -72,6 +72,7 @@ def test_one_asynchronous_worker_equals_keras(async_loop: MakeLoop) -> None:
     assert_like(train(loop), plain_keras("several_optimizers"))
 
 
+@pytest.mark.thorough
 def test_one_worker_of_sync_replicas_equals_keras(replicas_loop: MakeLoop) -> None:
     loop = replicas_loop(config_of(), num_workers=1, num_ps=1)
     assert_like(train(loop), plain_keras("several_optimizers"))

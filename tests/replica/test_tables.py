@@ -1,5 +1,6 @@
 """Both modes give the results of `keras.Model.fit` for a regression, two weighted classes and three classes."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from sklearn import datasets
 
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.test_epochs import BATCH, EPOCHS, SEED, assert_same, config_of, drive, train_in_sync
@@ -43,15 +43,16 @@ def wine() -> keras.Model:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of scikit-learn; its columns have mean 0 and standard deviation 1."""
+    """A table of scikit-learn, by its name there; its columns have mean 0 and standard deviation 1."""
 
-    load: Callable[..., tuple[np.ndarray, np.ndarray]]
+    name: str
     make: Callable[[], keras.Model]
     class_weight: dict[int, float] | None = None
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
         """x [n, columns] and y [n], shuffled, because the file may be sorted by class."""
-        x, y = self.load(return_X_y=True)
+        datasets = importlib.import_module("sklearn.datasets")  # a second, which not every process of the tests pays
+        x, y = getattr(datasets, f"load_{self.name}")(return_X_y=True)
         order = np.random.default_rng(0).permutation(len(x))
         is_number = y.dtype.kind == "f"
         return standardized(x)[order], (standardized(y) if is_number else y)[order]
@@ -69,9 +70,9 @@ def standardized(columns: np.ndarray) -> np.ndarray:
 
 
 TABLES = {
-    "diabetes": Table(datasets.load_diabetes, diabetes),
-    "breast cancer": Table(datasets.load_breast_cancer, breast_cancer, {0: 2.5, 1: 0.75}),
-    "wine": Table(datasets.load_wine, wine),
+    "diabetes": Table("diabetes", diabetes),
+    "breast cancer": Table("breast_cancer", breast_cancer, {0: 2.5, 1: 0.75}),
+    "wine": Table("wine", wine),
 }
 
 

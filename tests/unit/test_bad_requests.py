@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit import test_config
-from tests.unit.bad_requests import IN_A_CLUSTER, IN_TF_CONFIG, OPTIONS
+from tests.unit.bad_requests import IN_A_CLUSTER, IN_TF_CONFIG, MORE_OPTIONS, OPTIONS
 from tf2dist import cli
 from tf2dist.data import location
 from tf2dist.launch import single_run
@@ -16,8 +16,8 @@ REQUESTS = [
     *[(options, None, words) for options, words in OPTIONS],
     *[(["mode=sync", "data=digits"], text, words) for text, words in IN_TF_CONFIG],
 ]
-# What test_config.py has tried already, without the rest of the command.
-AGAIN = [(options, None, words) for options, words in test_config.BAD]
+# More of the same kinds, and what test_config.py has tried already, without the rest of the command.
+MORE = [(options, None, words) for options, words in (*MORE_OPTIONS, *test_config.BAD)]
 
 
 @pytest.fixture
@@ -52,10 +52,8 @@ def first_words(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("options", "variable", "words"),
-    [*REQUESTS, *(pytest.param(*request, marks=pytest.mark.thorough) for request in AGAIN)],
-    ids=[
-        f"{first_words(' '.join(options))} {first_words(variable or '')}" for options, variable, _ in REQUESTS + AGAIN
-    ],
+    [*REQUESTS, *(pytest.param(*request, marks=pytest.mark.thorough) for request in MORE)],
+    ids=[f"{first_words(' '.join(options))} {first_words(variable or '')}" for options, variable, _ in REQUESTS + MORE],
 )
 def test_a_wrong_request_is_refused(
     options: list[str],

@@ -50,6 +50,7 @@ def test_next(kept):
 """
 
 
+@pytest.mark.thorough
 def test_what_a_test_has_started_ends_at_its_limit(tmp_path: Path) -> None:
     (tmp_path / "test_hangs.py").write_text(HANGS)
     (tmp_path / "pytest.ini").touch()

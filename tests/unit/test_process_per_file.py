@@ -36,6 +36,7 @@ def test_the_limit_of_time(): signal.pause()
 """
 
 
+@pytest.mark.thorough
 def test_each_file_has_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "test_first.py").write_text(FIRST)
     (tmp_path / "test_second.py").write_text(SECOND)
