@@ -77,7 +77,7 @@ MAX_SLOWNESS = 5.0
 # Files of whole commands of which the summary of `make test` says that they take longest.
 LONGEST = {
     f"test_{name}.py"
-    for name in ("gpus", "predict", "elastic", "endings", "fit_places", "table_checkpoints", "docs", "pods")
+    for name in ("website", "resume", "elastic", "warm_fits", "train", "docs", "endings", "fit_places")
 }
 NUM_SLOWEST = 10
 # The processes that ran before a test; once its fixtures are made, theirs are among them.

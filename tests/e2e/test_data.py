@@ -14,6 +14,7 @@ from tf2dist.config.schema import DataConfig
 from tf2dist.data import image_files
 
 
+@pytest.mark.thorough
 def test_a_changed_byte_in_the_data_is_reported(command: Command, real_data: str, tmp_path: Path) -> None:
     if real_data != "mnist":
         pytest.skip("MNIST is not on this machine")
@@ -36,7 +37,7 @@ def test_a_changed_byte_in_the_data_is_reported(command: Command, real_data: str
     assert "Traceback" not in finished.stderr
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.thorough)])
 def test_fashion_mnist_from_idx_files(command: Command, tmp_path: Path, mode: str) -> None:
     write_fashion_mnist(tmp_path / "files", 400, 50)
     finished = command(

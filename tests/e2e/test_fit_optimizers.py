@@ -83,6 +83,7 @@ def test_a_loss_that_is_scaled_for_float16(tmp_path: Path) -> None:
         assert float(model.optimizer.dynamic_scale) == float(theirs.optimizer.dynamic_scale)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("float16")
 def test_float16_with_a_constant_scale_in_async(tmp_path: Path) -> None:
     _, history = keras_fit(scaled_by_a_constant, epochs=2)

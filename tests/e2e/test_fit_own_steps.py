@@ -81,6 +81,7 @@ def test_a_step_with_one_optimizer_trains_as_keras_does(tmp_path: Path) -> None:
     assert int(result.model.optimizer.iterations.numpy()) == 12
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_asynchronous_workers_train_a_gan(tmp_path: Path, capfd: Any) -> None:
     result = fit(gan, tmp_path / "run", cluster=tf2dist.Local(workers=3, ps=2), batch_size=10, epochs=3, verbose=1)

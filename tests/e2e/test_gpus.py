@@ -53,7 +53,10 @@ def assert_equal(first: Mapping[str, Any], second: Mapping[str, Any], atol: floa
 
 @pytest.mark.parametrize(
     ("count", "second", "reason"),
-    [pytest.param(1, 0, "2 workers share GPU", marks=pytest.mark.slow), (3, 1, "worker 0 has no NCCL")],
+    [
+        pytest.param(1, 0, "2 workers share GPU", marks=pytest.mark.slow),
+        pytest.param(3, 1, "worker 0 has no NCCL", marks=pytest.mark.thorough),
+    ],
 )
 def test_sync_computes_on_gpus_what_it_computes_on_cpus(
     command: Command, tmp_path: Path, count: int, second: int, reason: str

@@ -23,7 +23,9 @@ BIAS = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync", "sync_replicas"])
+@pytest.mark.parametrize(
+    "mode", ["async", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in ("sync", "sync_replicas"))]
+)
 def test_a_run_goes_on(mode: str, command: Command, no_leftovers: Callable[[], None]) -> None:
     run_dir = command.folder / "run"
     shutil.copytree(OLD_RUNS / mode, run_dir)

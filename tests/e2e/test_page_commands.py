@@ -24,7 +24,10 @@ from tests.twins import meaning
 
 HOME = "/home/me"  # what pages show in place of the folder
 # These take seconds. All other pages, and new ones, are slow.
-QUICK = {"README.md", "docs/engines.md", "docs/hosts.md"}
+MARKS = {
+    "README.md": [pytest.mark.timeout(240)],
+    **{page: [pytest.mark.timeout(240), pytest.mark.thorough] for page in ("docs/engines.md", "docs/hosts.md")},
+}
 # Without MNIST a local run trains on other data, and says so.
 NEED_MNIST = {
     "README.md",
@@ -206,7 +209,7 @@ def shell(tmp_path: Path, no_leftovers: Callable[[], None]) -> Iterator[Shell]:
 
 
 def marks(page: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.timeout(240)] if page in QUICK else [pytest.mark.timeout(1100), pytest.mark.slow]
+    return MARKS.get(page, [pytest.mark.timeout(1100), pytest.mark.slow])
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def test_ctrl_c_is_for_the_command_alone(shell: Shell) -> None:
 
 
 def test_the_tables_are_about_what_is_there() -> None:
-    assert set(STEPS) >= QUICK | NEED_MNIST | set(AFTER) | set(AFTER.values())
+    assert set(STEPS) >= set(MARKS) | NEED_MNIST | set(AFTER) | set(AFTER.values())
     for pattern in ELSEWHERE:
         assert any(re.search(pattern, step) for step in NAMED_STEPS), pattern
     for part in REPLACED:

@@ -69,7 +69,7 @@ def test_a_worker_is_killed_in_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "resumed",
     [
-        "async cluster=local3",
+        pytest.param("async cluster=local3", marks=pytest.mark.thorough),
         pytest.param("sync cluster=local1", marks=pytest.mark.slow),
         pytest.param("sync_replicas cluster=local1", marks=pytest.mark.slow),
     ],

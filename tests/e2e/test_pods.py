@@ -158,6 +158,7 @@ def test_the_doctor_and_fit_find_the_place_of_a_pod(places: Hosts, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 10
 
 
+@pytest.mark.thorough
 def test_a_script_of_a_user_trains_in_the_pods(places: Hosts, tmp_path: Path) -> None:
     run = pods_of_script(places, tmp_path, "kubernetes", "sync", 2)
     run.start_all()

@@ -180,6 +180,7 @@ def test_a_worker_is_killed(worker: str, tmp_path: Path, no_leftovers: Callable[
     assert f"{worker} was killed by SIGKILL; starting it again" in check_result(tmp_path, process)
 
 
+@pytest.mark.thorough
 def test_a_prediction_goes_on_with_another_number_of_workers(tmp_path: Path, no_leftovers: Callable[[], None]) -> None:
     # All of it is killed at once, in the middle.
     process = start(tmp_path, 2)

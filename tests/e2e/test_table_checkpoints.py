@@ -56,7 +56,9 @@ def assert_model_is_the_checkpoint(run_dir: Path) -> None:
     assert len(arrays["model/users/embeddings"]) == NUM_USERS
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync_replicas", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("async", marks=pytest.mark.thorough), pytest.param("sync_replicas", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_goes_on_with_other_servers_and_in_the_other_mode(command: Command, mode: str) -> None:
     """Where nothing is left to train, what the servers hold is written as model.keras."""
     options = (*OPTIONS, f"data.num_users={NUM_USERS}")

@@ -126,6 +126,7 @@ def test_a_model_in_memory_is_sent_as_files(runs: dict[int, Path], tmp_path: Pat
     assert peaks[1] < peaks[0] + TABLE_MB / 2, peaks
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_of_a_command_that_is_stopped(
     runs: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
