@@ -7,6 +7,7 @@ The launcher must not import Keras, which takes seconds: `resolve`, `notes` and 
 keras/src/backend/config.py, and a probe compares the two.
 """
 
+import functools
 import json
 import os
 import re
@@ -102,8 +103,17 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
         source: the configuration files.
     """
     with open_hydra(source) as hydra:
-        composed = hydra.compose_config(source.name, prepare_overrides(overrides, tf_config), RunMode.RUN)
+        ready = prepare_overrides(overrides, tf_config)
+        is_fixed = source == BUILT_IN
+        composed = _of_package(tuple(ready)) if is_fixed else hydra.compose_config(source.name, ready, RunMode.RUN)
         return to_config(composed, tf_config)
+
+
+@functools.lru_cache(maxsize=8)
+def _of_package(overrides: tuple[str, ...]) -> DictConfig:
+    """What files that nobody changes give, so that a program's next call of `fit` does not compose it again."""
+    with open_hydra(BUILT_IN) as hydra:
+        return hydra.compose_config(BUILT_IN.name, list(overrides), RunMode.RUN)
 
 
 def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
