@@ -75,8 +75,10 @@ def tagger() -> keras.Model:
     return compiled([keras.Input((None,), dtype="int32"), *inside])
 
 
-def compiled(inside: list[Any], optimizer: keras.Optimizer | None = None) -> keras.Model:
-    model = keras.Sequential(inside)
+def compiled(
+    inside: list[Any], optimizer: keras.Optimizer | None = None, kind: type[keras.Sequential] = keras.Sequential
+) -> keras.Model:
+    model = kind(inside)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.5), loss, metrics=["accuracy"])
     return model
@@ -282,6 +284,39 @@ def test_one_asynchronous_worker_validates_on_a_stream_as_keras(async_loop: Any,
     loop = async_loop(config, 1, 1, source=source)
     drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit_and_validate(source, 1))
+
+
+class OwnTestStep(keras.Sequential):  # type: ignore[misc]
+    """A classifier whose `test_step` returns more plain numbers than its `train_step`."""
+
+    def train_step(self, data: Any) -> Any:
+        return {"loss": super().train_step(data)["loss"]}
+
+    def test_step(self, data: Any) -> Any:
+        tokens, y, _ = data
+        logits = self(tokens)
+        right = keras.ops.equal(keras.ops.argmax(logits, -1), keras.ops.cast(y, "int64"))
+        return {"right": keras.ops.mean(keras.ops.cast(right, "float32")), "largest": keras.ops.max(logits)}
+
+
+def with_own_test_step() -> keras.Model:
+    return compiled(classifier().layers, kind=OwnTestStep)
+
+
+def test_a_models_own_test_step_validates_on_a_stream(async_loop: Any, publishing: Any) -> None:
+    """Plain numbers are means over the batches, of which `fit` of Keras shows the last one."""
+    source = replace(validated(1), make=with_own_test_step)
+    publishing(source.load())
+    loop = async_loop(config_of(BATCH), 1, 1, source=source)
+    assert loop.step.evaluated.size > loop.step.metrics.size
+    loop.train(5)
+    evaluation, model = loop.evaluate("validation"), with_own_test_step()
+    for variable, value in zip(model.weights, weights_of(loop.model), strict=True):
+        variable.assign(value)
+    batches = [model.test_on_batch(*batch, return_dict=True) for batch in held_out(Shard(0, 1, SEED, BATCH))]
+    means = {name: np.mean([logs[name] for logs in batches]) for name in ("largest", "right")}
+    assert evaluation.num_examples == 90
+    assert evaluation.metrics == pytest.approx(means, rel=1e-5)
 
 
 def test_three_asynchronous_workers_evaluate_every_shard_once(async_loop: Any, publishing: Any) -> None:

@@ -223,7 +223,7 @@ class PsGraphs(abc.ABC):
                 with tf.control_dependencies([self.evaluated_batches.assign_add(1)]):
                     return evaluated_batch(shard, False, layout), sums
 
-            begin = evaluated_batch(shard, True, layout), tf.zeros([1 + self.step.metrics.size], tf.float64)
+            begin = evaluated_batch(shard, True, layout), tf.zeros([1 + self.step.evaluated.size], tf.float64)
             shapes = [spec.shape for spec in layout.batched(None)], begin[1].shape
             return tf.while_loop(lambda leaves, _: tf.shape(leaves[0])[0] > 0, batch, begin, shapes)[1]
 
