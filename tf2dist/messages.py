@@ -20,6 +20,8 @@ from typing import Any
 
 from tf2dist.declared import TreeReader, UndeclaredError
 
+NO_METRICS = "no metrics"  # in place of them, where there is none that is a single number
+
 # From a task to its launcher.
 
 
@@ -230,7 +232,7 @@ class ToLauncher:
 def metrics_text(metrics: dict[str, Any]) -> str:
     """Metrics on one line, as in "accuracy 0.9125, loss 0.3121"; without those that give several numbers."""
     names = sorted(metrics, key=lambda name: (name != "accuracy", name != "loss"))
-    return ", ".join(f"{name} {metrics[name]:.4f}" for name in names if isinstance(metrics[name], float))
+    return ", ".join(f"{name} {metrics[name]:.4f}" for name in names if isinstance(metrics[name], float)) or NO_METRICS
 
 
 class MessageError(ValueError):

@@ -92,8 +92,7 @@ def run_task(context: TaskContext) -> None:
         publish(splits, [task.index])
         limits = config.startup_timeout_secs, config.silence_secs
         message = serving.serve(cluster, task, server_config, run_dir, *limits)
-        name, value = message["final"]
-        print(f"worker={task.index}, final {name}={value:.4f}", flush=True)
+        print(f"worker={task.index}, final {message['final']}", flush=True)
         return
 
     # The others drive the training: an asynchronous coordinator, or every synchronous worker.

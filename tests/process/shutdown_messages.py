@@ -33,7 +33,7 @@ def main(ports: list[str]) -> None:
     reachability.wait_until_gone(cluster, [LOST], LIMIT_SECS)
     for _ in range(4):
         threading.Thread(target=fail_without_end, daemon=True).start()
-    serving.send_shutdown(cluster, {"final": ["accuracy", 1.0]}, LIMIT_SECS)
+    serving.send_shutdown(cluster, {"final": "accuracy=1.0000"}, LIMIT_SECS)
     print(json.dumps({str(task): end_of(pid) for task, pid in pids.items()}), flush=True)
     os._exit(0)  # at once: TensorFlow waits for the servers, which are gone
 

@@ -5,6 +5,8 @@ test_like_keras.py compares their training with that of Keras.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,15 +16,21 @@ import tensorflow as tf
 
 import tf2dist
 from tests.replica import own_steps  # noqa: F401  registers models
-from tests.replica.in_memory_source import InMemorySource
+from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config, source_and_splits
+from tests.replica.test_epochs import BATCH, EPOCHS, assert_same, config_of, drive, keras_fit
+from tf2dist.cluster.spec import Task
 from tf2dist.config.schema import AlgorithmConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
+from tf2dist.launch.console import result_lines
+from tf2dist.messages import ToLauncher
 from tf2dist.model import model_checks, support
 from tf2dist.model.own_step import OwnStep
-from tf2dist.model.source import build_step
+from tf2dist.model.source import EpochPlan, build_step
+from tf2dist.tools.finished import predicting
+from tf2dist.training.report import Reporter
 from tf2dist.training.synchronous.sync_setup import step_class
 from tf2dist.training.synchronous.sync_step import PhasedStep
 
@@ -339,6 +347,80 @@ def test_an_evaluation_takes_the_batches_that_keras_takes() -> None:
     step = build_step(*source_and_splits(config), config, contextlib.nullcontext())[0]
     assert step.depends_on_batches
     assert list(step.evaluated.results(np.ones(step.evaluated.size))) == ["d_loss", "g_loss"]
+
+
+class EachClass(keras.metrics.Metric):  # type: ignore[misc]
+    """A metric of several numbers, whose name comes before the others in the order of names."""
+
+    def __init__(self) -> None:
+        super().__init__(name="each")
+        self.total = self.add_weight(shape=(2,), initializer="zeros", name="total")
+
+    def update_state(self, y: Any) -> None:
+        self.total.assign_add(tf.stack([tf.reduce_sum(y), tf.reduce_sum(-y)]))
+
+    def result(self) -> Any:
+        return self.total + 0.0
+
+
+class Quiet(Linear):
+    """A model whose steps return the metrics of `kept`."""
+
+    def __init__(self, kept: tuple[str, ...]) -> None:
+        super().__init__()
+        self.kept, self.each = kept, EachClass()
+
+    def measured(self, data: Any) -> Any:
+        self.each.update_state(data[1])
+        self.tracker.update_state(self.error(data))
+        return {metric.name: metric.result() for metric in (self.each, self.tracker) if metric.name in self.kept}
+
+    def train_step(self, data: Any) -> Any:
+        logs = self.measured(data)
+        self.update(data)
+        return logs
+
+    def test_step(self, data: Any) -> Any:
+        return self.measured(data)
+
+
+@pytest.mark.parametrize(
+    ("kept", "headline"), [((), "no metrics"), (("each",), "no metrics"), (("each", "error"), "error=")]
+)
+def test_steps_that_return_no_single_number_train_as_in_keras(
+    kept: tuple[str, ...],
+    headline: str,
+    async_loop: Any,
+    publishing: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a step that returns nothing Keras cannot make a graph, so there it returns all."""
+
+    def make(kept: tuple[str, ...]) -> keras.Model:
+        model = Quiet(kept)
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
+    splits = Splits(Arrays(X, Y), Arrays(X[:30], Y[:30]), num_classes=None)
+    source = InMemorySource(lambda: make(kept), splits, plan)
+    publishing(source.load())
+    loop, hooks, sent = async_loop(config_of(BATCH), 1, 1, source=source), RecordingHooks(), list[Any]()
+    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 0.0) as reporter:
+        reporter.follow(loop)
+        drive(loop, source, hooks, reporter=reporter)
+    history, weights = keras_fit(replace(source, make=lambda: make(("each", "error"))))
+    expected = {name: values for name, values in history.items() if name.removeprefix("val_") in kept}
+    assert_same((hooks.history(), weights_of(loop.model)), (expected, weights))
+    assert f"validation {headline}" in capsys.readouterr().out
+    assert result_lines(sent[-1].summary, "").splitlines()[-1].startswith(f"validation {headline.replace('=', ' ')}")
+
+
+def test_the_evaluation_of_a_finished_model_needs_no_loss() -> None:
+    model = linear()
+    model(X)
+    assert list(predicting._results(model, "given", Arrays(X, Y))) == ["error"]
 
 
 class Late(keras.Model):  # type: ignore[misc]

@@ -183,6 +183,7 @@ EVALUATIONS: list[tuple[dict[str, Any], str]] = [
         {"validation_accuracy": 0.9, "validation_loss": 3.0, "validation_per_class": [0.5], "validation_examples": 9},
         "validation accuracy 0.9000, loss 3.0000 over 9 examples\n",
     ),
+    ({"test_examples": 9}, "test no metrics over 9 examples\n"),
     ({"validation_accuracy": None}, ""),
 ]
 

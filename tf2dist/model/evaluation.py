@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tf2dist.errors import DataError, NotFiniteError, TrainingError
-from tf2dist.model.metrics import Metrics, Results
+from tf2dist.messages import NO_METRICS
+from tf2dist.model.metrics import Metrics, Results, scalars_of
 from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import Step
 
@@ -45,10 +46,14 @@ class Evaluation:
         return cls(results, int(counted))
 
     @property
-    def headline(self) -> tuple[str, float]:
-        """The name and the value that stand for the whole: the accuracy, else the loss, else the first."""
-        name = next((each for each in ("accuracy", "loss") if each in self.metrics), next(iter(self.metrics)))
-        return name, self.metrics[name]
+    def headline(self) -> str:
+        """The metric that stands for the whole, as in "accuracy=0.9125": the accuracy, else the loss, else the first.
+
+        A step of a model's own may return no metric, or none that is a single number.
+        """
+        numbers = scalars_of(self.metrics)
+        name = next((each for each in ("accuracy", "loss", *numbers) if each in numbers), None)
+        return f"{name}={numbers[name]:.4f}" if name else NO_METRICS
 
 
 def chunk_size(batch_size: int, step: Step, plan: EpochPlan | None = None) -> int:

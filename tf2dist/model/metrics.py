@@ -120,6 +120,11 @@ class LoggedMetrics(Metrics):
         return {name: _plain(value) for name, value in sorted(results.items())}
 
 
+def scalars_of(results: Results) -> Results:
+    """The metrics that are a single number; Keras has some that are several."""
+    return {name: value for name, value in results.items() if isinstance(value, float)}
+
+
 def _plain(value: Any) -> Any:
     """A number, or a list of the numbers of a metric that gives several."""
     array = keras.ops.convert_to_numpy(value)

@@ -16,7 +16,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
 from tf2dist.model.evaluation import Evaluation
-from tf2dist.model.metrics import Metrics, Results
+from tf2dist.model.metrics import Metrics, scalars_of
 from tf2dist.tf_internals import counter_of, inner_optimizers, learning_rate_of
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.writers import JsonlWriter, PatientWriter, RunDescription, TensorBoardWriter, Values
@@ -38,11 +38,6 @@ class _Recent:
         # Without a step in between, the metrics would be quotients of zeros.
         results = scalars_of(self._metrics.results(new)) if new.any() else {}
         return {**results, "loss": progress.loss}
-
-
-def scalars_of(results: Results) -> dict[str, float]:
-    """The metrics that are a single number; Keras has some that are several."""
-    return {name: value for name, value in results.items() if isinstance(value, float)}
 
 
 def prefixed(split: str, evaluation: Evaluation) -> dict[str, float]:
@@ -269,8 +264,7 @@ class Reporter(NoReporter):
         now = time.time()
         self._paused_secs += now - (self._last_at or now)
         self._last_at = now
-        name, value = evaluation.headline
-        print(f"{self._task}, global_step={step}, {split} {name}={value:.4f}", flush=True)
+        print(f"{self._task}, global_step={step}, {split} {evaluation.headline}", flush=True)
         if step != self.target_step and not is_told:  # the launcher shows the last evaluation with the result
             self._to_launcher.note(f"step {step:,}: {split} {metrics_text(evaluation.metrics)}")
         scalars = prefixed(split, evaluation)

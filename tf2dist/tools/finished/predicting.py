@@ -74,22 +74,22 @@ def evaluate(line: CommandLine) -> None:
     name, splits = data_of(line)
     arrays = split_of(name, splits, split)
     results = _results(model, name, arrays)
-    width = max(map(len, results))
+    width = max(map(len, results), default=0)
     for key, value in results.items():
         print_lines(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}", sys.stdout)
     print_lines(f"{len(arrays):,} examples of {name}, {split}", sys.stdout)
     # After the figures are printed: which metric is not finite may tell the reason.
-    if not math.isfinite(results["loss"]):
+    if not math.isfinite(results.get("loss", 0.0)):
         raise NotFiniteError(f"the loss is {results['loss']}; look for NaN in the weights and in the data")
 
 
 def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
-    """The loss and the metrics by name, the loss first."""
+    """The loss and the metrics by name, the loss first; a `test_step` of the model's own may return no loss."""
     with _fitting(f"data ({name})", "choose another one with data=NAME"):
         metrics: dict[str, float] = model.evaluate(
             arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
         )
-    return {"loss": metrics.pop("loss"), **metrics}
+    return dict(sorted(metrics.items(), key=lambda item: item[0] != "loss"))
 
 
 def print_predictions(line: CommandLine) -> None:

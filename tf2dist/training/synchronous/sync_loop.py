@@ -193,6 +193,5 @@ class SyncLoop(Loop):
     def finish(self, result: Evaluation | None) -> None:
         self._workers.wait_for_all()
         if result:
-            name, value = result.headline
-            print(f"worker={self._workers.index}, final {name}={value:.4f}", flush=True)
+            print(f"worker={self._workers.index}, final {result.headline}", flush=True)
         self._workers.leave_last()
