@@ -80,13 +80,12 @@ def run_task(context: TaskContext) -> None:
     if task.job == "worker":
         linux.keep_freed_memory()  # what was freed while the data was loaded is back with the kernel
     if task.job == "evaluator":
-        split = "validation" if "validation" in splits.evaluated else "test"
         evaluator = Evaluator(config, source, splits, to_launcher.warn)
         with Reporter(run_dir, task, to_launcher, context.started_at) as writer:
             # A run that reaches its goal ends before train.steps, and its last checkpoint says so.
             has_goal = config.train.until_accuracy is not None or config.train.until_secs is not None
             asked_steps = None if has_goal else config.train.steps
-            follow(evaluator, run_dir, split, writer.on_evaluation, asked_steps)
+            follow(evaluator, run_dir, splits.evaluated, writer.on_evaluation, asked_steps)
         return
     if cluster.has_coordinator and task.job == "worker":
         publish(splits, [task.index])

@@ -333,6 +333,7 @@ def test_no_epoch_begins_in_a_resumed_run_that_a_callback_had_ended(
     publishing(source.load())
     hooks = RecordingHooks({("epoch", 0): CallbackEffects(stop=True)})
     drive(async_loop(config, 1, 1, source=source), source, hooks, saver)
+    assert saver.kept.facts.target_step == 10, "an evaluator learns that it is the last checkpoint"
     again = RecordingHooks()
     loop = async_loop(config, 1, 1, source=source, start=saver.kept)
     assert note_of(loop, source, tmp_path) == "going on at step 10", "it was stopped before it had a result"

@@ -331,6 +331,15 @@ def test_a_local_cluster_is_refused_if_tf_config_is_set(monkeypatch: pytest.Monk
         tf2dist.fit(model, X, Y, 4, cluster=tf2dist.Local())
 
 
+def test_an_evaluator_without_a_validation_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch, nothing_starts: Path
+) -> None:
+    task = '"task": {"type": "evaluator", "index": 0}'
+    monkeypatch.setenv("TF_CONFIG", f'{{"cluster": {{"worker": ["a:1"]}}, {task}}}')
+    with pytest.raises(FitError, match=r"^validation_data: must be given for evaluator-0, which evaluates it; or"):
+        tf2dist.fit(model, X, Y, 4, mode="sync", run_dir="run")
+
+
 def test_a_task_of_a_slurm_step_takes_its_place_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"JOB_ID": "9", "STEP_ID": "0", "STEP_NODELIST": "a,b", "STEP_TASKS_PER_NODE": "2(x2)", "PROCID": "2"}
     for name, value in step.items():

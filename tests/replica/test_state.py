@@ -8,18 +8,25 @@ import keras
 import numpy as np
 import pytest
 
+from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits, split_of
+from tests.replica.test_epochs import regression
+from tests.replica.test_streams import VALIDATION, Streamed, X, Y, of_rows
 from tests.unit.test_saving import facts
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import check_same, differences, named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.load import DEFAULTS
-from tf2dist.errors import CheckpointError, NotFiniteError
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
+from tf2dist.errors import CheckpointError, DataError, NotFiniteError
 from tf2dist.model.builtin import build_optimizer
+from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.shards import row_pieces
-from tf2dist.model.source import build_step
-from tf2dist.training.evaluator import Evaluator
+from tf2dist.model.source import EpochPlan, build_step
+from tf2dist.tf_internals import fresh_names
+from tf2dist.training.evaluator import Evaluator, follow
 
 
 def test_bfloat16_that_is_not_finite_is_not_saved() -> None:
@@ -71,17 +78,20 @@ def test_a_checkpoint_of_other_settings_of_keras_is_refused() -> None:
 def test_an_evaluator_waits_for_the_checkpoint_after_a_damaged_one(tmp_path: Path) -> None:
     checkpoints, warned, config = Checkpoints(tmp_path, 3), list[str](), run_config()
     evaluator = Evaluator(config, *source_and_splits(config), warned.append)
-    assert evaluator.newest(checkpoints, -1) is None
+    assert evaluator.newest(checkpoints) is None
     for step in (5, 9):
         checkpoints.save(Snapshot(step, {"model/a": np.zeros(3)}, facts(step)))
-        found = evaluator.newest(checkpoints, -1)
+        found = evaluator.newest(checkpoints)
         assert found
         assert found.step == step
-    assert evaluator.newest(checkpoints, 9) is None
+    assert evaluator.newest(checkpoints) is None, "it was read before"
+    Checkpoints(tmp_path, 3).save(Snapshot(9, {"model/a": np.zeros(3)}, facts(9)), replaces=True)
+    assert evaluator.newest(checkpoints) is not None, "the run has saved its last step again"
+    Checkpoints(tmp_path, 3).save(Snapshot(9, {"model/a": np.zeros(3)}, facts(9)), replaces=True)
     (checkpoints.paths()[-1] / "arrays.npz").write_bytes(b"damaged")
-    assert evaluator.newest(checkpoints, -1) is evaluator.newest(checkpoints, -1) is None
+    assert evaluator.newest(checkpoints) is evaluator.newest(checkpoints) is None
     Checkpoints(tmp_path, 3).save(Snapshot(9, {"model/a": np.ones(3)}, facts(9)))  # by another process
-    saved_again = evaluator.newest(checkpoints, -1)
+    saved_again = evaluator.newest(checkpoints)
     assert saved_again
     assert saved_again.step == 9
     (text,) = warned
@@ -124,3 +134,44 @@ def test_an_evaluator_ends_with_the_final_weights_of_the_optimizer() -> None:
     expected.append(step.model.evaluate(test.x, test.y, verbose=0)[0])
     assert found == pytest.approx(expected, rel=1e-4)
     assert abs(found[0] - found[1]) > 1e-3
+
+
+def with_fresh_names() -> keras.Model:
+    with fresh_names():
+        return regression()
+
+
+def test_an_evaluator_without_anything_to_evaluate_is_refused() -> None:
+    config = run_config()
+    source, splits = source_and_splits(config)
+    with pytest.raises(DataError, match=r"data \(digits\): has no validation or test set to evaluate; start no eval"):
+        Evaluator(config, source, replace(splits, validation=None, test=None), pytest.fail)
+
+
+PLAN = EpochPlan(validation_batch_size=20)
+SPLITS = Splits(Arrays(X, Y), VALIDATION, num_classes=None)
+# What `fit` gives an evaluator: the source, and how many examples it validates on.
+OF_FIT = {
+    "arrays": (InMemorySource(with_fresh_names, SPLITS, PLAN), 50),
+    "some steps": (InMemorySource(with_fresh_names, SPLITS, replace(PLAN, validation_steps=2)), 40),
+    "a stream": (
+        Streamed(with_fresh_names, replace(SPLITS, validation=None), PLAN, count=2, validation_loader=of_rows),
+        250,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_FIT)
+def test_an_evaluator_of_fit_evaluates_the_validation_set_alone(kind: str, tmp_path: Path) -> None:
+    source, num_examples = OF_FIT[kind]
+    config, splits = run_config("given"), source.load()
+    step, _ = build_step(source, splits, config, contextlib.nullcontext())
+    last = Snapshot(20, values(named_variables(step.model, step.variables, [])), facts(20))
+    Checkpoints(tmp_path / "checkpoints", 3).save(replace(last, facts=replace(last.facts, data=config.data.name)))
+    evaluator, told = Evaluator(config, source, splits, pytest.fail), list[tuple[str, int, Evaluation]]()
+    follow(evaluator, tmp_path, splits.evaluated, lambda *evaluation: told.append(evaluation), None)
+    ((split, at, evaluation),) = told
+    assert (split, at, evaluation.num_examples) == ("validation", 20, num_examples)
+    x, y = (X[:250], Y[:250]) if kind == "a stream" else (X[250:][:num_examples], Y[250:][:num_examples])
+    expected = step.model.evaluate(x, y, batch_size=20, verbose=0, return_dict=True)
+    assert evaluation.metrics == pytest.approx(expected, rel=1e-4)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.replica.in_memory_source import RecordingHooks, weights_of
 from tests.replica.small_runs import sync_loop
-from tests.replica.test_epochs import SEED, assert_same, config_of, drive
+from tests.replica.test_epochs import SEED, Keeping, assert_same, config_of, drive
 from tests.replica.test_streams import BATCH, Streamed, X, Y, drive_in_sync, streamed
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Snapshot
@@ -101,10 +101,12 @@ def joined(lengths: list[int]) -> tf.data.Dataset:
 
 @pytest.mark.parametrize("load", [of_unknown_length, pytest.param(filtered, marks=pytest.mark.thorough)])
 def test_one_asynchronous_worker_equals_keras(load: Any, async_loop: Any, publishing: Any) -> None:
-    source, config, hooks = ending(load, 1), config_of(BATCH), RecordingHooks()
+    source, config, hooks, saver = ending(load, 1), config_of(BATCH), RecordingHooks(), Keeping()
+    config.checkpoint.every_steps = EPOCHS * LENGTHS[0]  # it is due at the last step, before the end is known
     loop = async_loop(config, 1, 1, source=source)
     publishing(source.load())
-    drive(loop, source, hooks)
+    drive(loop, source, hooks, saver)
+    assert saver.kept.facts.target_step == loop.progress.global_step, "an evaluator learns that it is the last one"
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source, load(Shard(0, 1, SEED, BATCH))))
 
 

@@ -175,6 +175,10 @@ class FitRun:
         # Without streams only: how many examples those have is not known here.
         if not self.splits.stream:
             check_share(len(self.splits.train), self.num_workers)
+        if self.place.task.job == "evaluator" and not self.splits.evaluated:
+            raise FitError(
+                f"validation_data: must be given for {self.place.task}, which evaluates it; or start no evaluator"
+            )
         # Before the model exists: its variables make TensorFlow take the GPUs.
         leave_gpus_to_tasks()
         with private_folder() as job:

@@ -84,6 +84,8 @@ class Driver:
             requested = loop.train(stop, self._pause_request)
             heartbeat.progress()
             has_ended, step = length.on_stop(requested), loop.progress.global_step
+            if has_ended:
+                self.end_at(step)
             is_due = PauseRequest.SAVE in requested or (save_every and step % save_every == 0)
             if is_due or has_ended or step == loop.target_step:
                 self.save()
@@ -93,6 +95,8 @@ class Driver:
     def _finish(self) -> None:
         """Sets the final weights of the model, and reports the result."""
         loop, length, step = self.loop, self._length, self.loop.progress.global_step
+        # An evaluator learns from the last checkpoint that no other one will follow.
+        self.has_changed |= step != loop.target_step
         self.end_at(step)
         loop.finalize()
         length.finish()

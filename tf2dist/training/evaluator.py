@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.state import Named, assign, check_same, finalize, named_variables
-from tf2dist.checkpoint.store import Checkpoints, Notify, step_of
+from tf2dist.checkpoint.store import Checkpoints, Notify
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.splits import Splits
-from tf2dist.model.evaluation import Evaluation, chunk_size, chunks
+from tf2dist.errors import DataError
+from tf2dist.model.evaluation import Evaluation, chunk_size, chunks, evaluated_sizes
 from tf2dist.model.features import finalizes
 from tf2dist.model.source import Source, build_step
 from tf2dist.process import heartbeat
@@ -28,10 +29,13 @@ class Evaluator:
     """A copy of the model outside of the cluster; the training does not know of it and never waits for it."""
 
     def __init__(self, config: RunConfig, source: Source, splits: Splits, warn: Notify) -> None:
+        if not splits.evaluated:
+            raise DataError(f"data ({config.data.name}): has no validation or test set to evaluate; start no evaluator")
         self._data, self._keras, self._splits, self._warn = config.data.name, config.keras, splits, warn
-        self._damaged: set[tuple[str, int, int]] = set()  # the checkpoints that the user was warned of already
+        self._seen: set[tuple[str, int, int]] = set()  # the checkpoints that were read or found damaged
         self._step, self._make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
-        self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step)
+        self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step, source.plan)
+        self._sizes = evaluated_sizes(splits.sizes(), self._chunk_size, source.plan)
         self._optimizer: keras.Optimizer | None = None
         self._named = self._needed_last = self._variables([])
         self._evaluate = self._step.evaluate_function(splits.evaluated_layout)
@@ -39,22 +43,24 @@ class Evaluator:
     def _variables(self, optimizers: list[keras.Optimizer]) -> Named:
         return named_variables(self._step.model, self._step.variables, optimizers) | self._step.outside
 
-    def newest(self, checkpoints: Checkpoints, done: int) -> Snapshot | None:
-        """The newest checkpoint, if it is beyond the step `done`; None otherwise.
+    def newest(self, checkpoints: Checkpoints) -> Snapshot | None:
+        """The newest checkpoint; None if it was read before.
 
         None also if it is damaged, or was removed while it was read: the run may save another one.
         """
         try:
             path = checkpoints.paths()[-1]
-            # The name is not enough: a run that is restarted may save the same step again, whole this time.
+            # The name is not enough: a run may save the same step again, whole this time, or as its last one.
             which = (path.name, path.stat().st_ino, path.stat().st_mtime_ns)
-            if which in self._damaged or step_of(path) <= done:
+            if which in self._seen:
                 return None
-            return read(path)
+            snapshot = read(path)
+            self._seen.add(which)
+            return snapshot
         except (IndexError, OSError):  # there is none yet, or the run has removed it to make room for a newer one
             return None
         except ValueError as error:
-            self._damaged.add(which)
+            self._seen.add(which)
             self._warn(f"checkpoint {path.name} is damaged ({error}); waiting for another one")
             return None
 
@@ -86,40 +92,38 @@ class Evaluator:
         for batch in self._batches(split):
             sums += self._evaluate(*values, [tf.constant(leaf) for leaf in batch])
             heartbeat.progress()
-        return Evaluation.of_sums(self._step.evaluated, sums.numpy(), self._splits.sizes().get(split))
+        return Evaluation.of_sums(self._step.evaluated, sums.numpy(), self._sizes.get(split))
 
     def _batches(self, split: str) -> Iterator[list[np.ndarray]]:
         """The leaves of the batches of a split."""
         if stream := self._splits.validation_stream:
             return (batch for shard in range(stream.count) for batch in stream.one_pass(shard))
         arrays = getattr(self._splits, split)
-        return (arrays[first:last].leaves for first, last in chunks(len(arrays), self._chunk_size))
+        return (arrays[first:last].leaves for first, last in chunks(self._sizes[split], self._chunk_size))
 
 
 def follow(
-    evaluator: Evaluator, run_dir: Path, split: str, on_evaluation: OnEvaluation, asked_steps: int | None
+    evaluator: Evaluator, run_dir: Path, splits: Sequence[str], on_evaluation: OnEvaluation, asked_steps: int | None
 ) -> None:
     """Evaluates each new checkpoint, until the run has reached its target.
 
     Of the checkpoints that appear while another one is evaluated, only the newest is evaluated.
 
     Args:
-        split: evaluated at every checkpoint; the last one is evaluated on "test" too.
+        splits: the first one is evaluated at every checkpoint, the others at the last one.
         asked_steps: train.steps, which may be beyond the target of the earlier run that has saved the checkpoint.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints")
-    done = -1
     while True:
         heartbeat.progress()
-        snapshot = evaluator.newest(checkpoints, done)
+        snapshot = evaluator.newest(checkpoints)
         # Polling works on every file system, network ones included, where notifications do not come from other hosts.
         if snapshot is None:
             time.sleep(POLL_SECS)
             continue
         done = snapshot.step
         is_last = done >= max(snapshot.facts.target_step, asked_steps or 0)
-        on_evaluation(split, done, evaluator.evaluate(snapshot, split, is_last))
+        for split in splits if is_last else splits[:1]:
+            on_evaluation(split, done, evaluator.evaluate(snapshot, split, is_last))
         if is_last:
-            if split != "test":
-                on_evaluation("test", done, evaluator.evaluate(snapshot, "test", is_last))
             return
