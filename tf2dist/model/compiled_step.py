@@ -142,7 +142,7 @@ class CompiledStep(Step):
     ) -> StepOutput:
         """Calls the model and its compiled losses on a gradient tape; see `Step`."""
         with (
-            self._scope(trainable, state, self.metrics.zeros(), place) as scope,
+            self._scope(trainable, state, place) as scope,
             tf.GradientTape() as tape,
             self._reading(trainable, positions),
         ):
@@ -171,7 +171,7 @@ class CompiledStep(Step):
         lookups = self.lookups.look_up(leaves, training)
         trainable, state = self.values(lookups.ids)
         with (
-            self._scope(trainable, state, self.metrics.zeros(), place),
+            self._scope(trainable, state, place),
             self._reading(trainable, lookups.positions),
         ):
             loss = self._forward(leaves, training, for_training=True).loss
@@ -190,7 +190,7 @@ class CompiledStep(Step):
         # A layer that draws in an evaluation, too, draws the same in each: the result can be repeated.
         place = tf.zeros([2], tf.int64)
         with (
-            self._scope(trainable, state, self.metrics.zeros(), place) as scope,
+            self._scope(trainable, state, place) as scope,
             self._reading(trainable, positions),
         ):
             forward = self._forward(leaves, training=False, layout=layout)
@@ -198,15 +198,12 @@ class CompiledStep(Step):
             # float64, since the caller adds up a whole split: float32 counts examples only up to 2^24.
             return tf.cast(tf.concat([[count], *self.metrics.changes(scope)], 0), tf.float64)
 
-    def _scope(
-        self,
-        trainable: list[tf.Tensor],
-        state: list[tf.Tensor],
-        metrics: list[tf.Tensor],
-        place: tf.Tensor,
-    ) -> CallScope:
-        """The scope in which the variables of the model have the given values, and random generators the step's."""
-        return CallScope(self.scope_values(trainable, state, metrics, place), self.trainable, self.tables)
+    def _scope(self, trainable: list[tf.Tensor], state: list[tf.Tensor], place: tf.Tensor) -> CallScope:
+        """The scope in which the variables of the model have the given values, and random generators the step's.
+
+        The metrics begin with zeros.
+        """
+        return CallScope(self.scope_values(trainable, state, self.metrics.zeros(), place), self.trainable, self.tables)
 
     def _reading(self, trainable: list[tf.Tensor], positions: Sequence[tf.Tensor]) -> AbstractContextManager[None]:
         """The block in which layers take their rows from the values of `tables`."""
