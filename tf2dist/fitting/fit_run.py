@@ -40,7 +40,6 @@ from tf2dist.fitting.readers import calls_with_weights
 from tf2dist.fitting.request import (
     FitArguments,
     Model,
-    check_share,
     leave_gpus_to_tasks,
     name_of,
     set_model_options,
@@ -166,23 +165,21 @@ class FitRun:
     def execute(self) -> Result:
         """Runs the cluster to its end; raises what `fit` raises."""
         with alone_with(self.arguments.model):
-            return self._execute()
-
-    def _execute(self) -> Result:
-        batches = self.config.batches_per_update(self.num_workers)
-        batch_size = None if self.splits.stream else self.config.train.batch_size_per_worker
-        self.console.note(step_line(self.config.mode, batches, batch_size))
-        # Without streams only: how many examples those have is not known here.
-        if not self.splits.stream:
-            check_share(len(self.splits.train), self.num_workers)
-        if self.place.task.job == "evaluator" and not self.splits.evaluated:
-            raise FitError(
-                f"validation_data: must be given for {self.place.task}, which evaluates it; or start no evaluator"
-            )
-        # Before the model exists: its variables make TensorFlow take the GPUs.
-        leave_gpus_to_tasks()
-        with private_folder() as job:
-            return self._run_in(job)
+            num_workers = self.num_workers
+            batches = self.config.batches_per_update(num_workers)
+            batch_size = None if self.splits.stream else self.config.train.batch_size_per_worker
+            self.console.note(step_line(self.config.mode, batches, batch_size))
+            # Without streams only: how many examples those have is not known here.
+            if not self.splits.stream and (num := len(self.splits.train)) < num_workers:
+                raise FitError(f"x: has {num} examples to train on, for {num_workers} workers; use fewer workers")
+            if self.place.task.job == "evaluator" and not self.splits.evaluated:
+                raise FitError(
+                    f"validation_data: must be given for {self.place.task}, which evaluates it; or start no evaluator"
+                )
+            # Before the model exists: its variables make TensorFlow take the GPUs.
+            leave_gpus_to_tasks()
+            with private_folder() as job:
+                return self._run_in(job)
 
     def _run_in(self, job: Path) -> Result:
         given, name = self.arguments.model, name_of(self.arguments.model)

@@ -288,12 +288,6 @@ def configuration(
     return config, place
 
 
-def check_share(num_examples: int, num_workers: int) -> None:
-    """Makes sure that every worker has an example."""
-    if num_examples < num_workers:
-        raise FitError(f"x: has {num_examples} examples to train on, for {num_workers} workers; use fewer workers")
-
-
 def name_of(model: Model | Load) -> str:
     """The name of a model or function, in letters that may stand in the name of a folder."""
     name = model.name if isinstance(model, keras.Model) else getattr(model, "__name__", type(model).__name__)

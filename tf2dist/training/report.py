@@ -40,11 +40,6 @@ class _Recent:
         return {**results, "loss": progress.loss}
 
 
-def prefixed(split: str, evaluation: Evaluation) -> dict[str, float]:
-    """The metrics of a split by their names in the files, such as "test_accuracy"."""
-    return {f"{split}_{name}": value for name, value in scalars_of(evaluation.metrics).items()}
-
-
 def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[str, Any]:
     """The last evaluations, as summary.json holds them."""
     # The format of the file promises this name for every classifier, even without a validation set.
@@ -267,7 +262,7 @@ class Reporter(NoReporter):
         print(f"{self._task}, global_step={step}, {split} {evaluation.headline}", flush=True)
         if step != self.target_step and not is_told:  # the launcher shows the last evaluation with the result
             self._to_launcher.note(f"step {step:,}: {split} {metrics_text(evaluation.metrics)}")
-        scalars = prefixed(split, evaluation)
+        scalars = {f"{split}_{name}": value for name, value in scalars_of(evaluation.metrics).items()}
         if self._first_at:  # not the evaluator, which trains nothing
             scalars["training_secs"] = round(self.training_secs, 4)
         self._write(step, {**scalars, **(self._loop.histograms() if self._loop else {})})

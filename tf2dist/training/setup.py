@@ -129,11 +129,6 @@ def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, s
     return step + sharding.updates_in(steps)
 
 
-def steps_per_epoch(plan: EpochPlan, sharding: Sharding) -> int:
-    """The global steps of an epoch: as many as the plan asks for, or one pass over the data by the whole cluster."""
-    return plan.steps_per_epoch or sharding.updates_per_pass
-
-
 @dataclass(frozen=True)
 class EpochPosition:
     """The place of a run among its epochs.
@@ -155,7 +150,7 @@ class EpochPosition:
         If an epoch has another number of steps than before, one that is a pass still ends with the pass, and any other
         continues at the same fraction of it.
         """
-        num_steps = steps_per_epoch(plan, sharding)
+        num_steps = plan.steps_per_epoch or sharding.updates_per_pass  # one pass over the data by the whole cluster
         if start is None or EPOCH_ARRAY not in start.arrays:
             return cls(plan.initial_epoch, start.step if start else 0, num_steps)
         epoch, first_step, before = map(int, start.arrays[EPOCH_ARRAY])

@@ -84,9 +84,15 @@ class PackedRead:
         return fetch
 
     def _pack(self, server: ModelPart, variables: dict[str, keras.Variable]) -> None:
-        if variables:
-            packing, shapes = Packing(list(variables.values())), {n: tuple(v.shape) for n, v in variables.items()}
-            self._packed.append((shapes, packing, server.on_device(_packer(packing, list(variables.values())))))
+        if not variables:
+            return
+        read, shapes = list(variables.values()), {name: tuple(v.shape) for name, v in variables.items()}
+        packing = Packing(read)
+
+        def pack() -> tf.Tensor:
+            return packing.pack([variable.value.read_value() for variable in read])
+
+        self._packed.append((shapes, packing, server.on_device(pack)))
 
 
 def _parts_on(named: Named, device: str) -> dict[tuple[str, int], keras.Variable]:
@@ -115,13 +121,6 @@ def _joined(parts: dict[int, tf.Tensor], whole: tf.Variable | PartitionedVariabl
             local = tf.identity(parts.pop(number))
         array[rows[number]] = local.numpy()
     return array
-
-
-def _packer(packing: Packing, variables: list[keras.Variable]) -> Any:
-    def read() -> tf.Tensor:
-        return packing.pack([variable.value.read_value() for variable in variables])
-
-    return read
 
 
 def _reader(variables: list[keras.Variable]) -> Any:

@@ -164,7 +164,7 @@ class DecidingServer(AggregatingServer):
         self.push = self.on_device(self._push, pushed, INDEX)
         self.exchange = self.on_device(self._exchange, pushed, INDEX, *request)
         self.pushed_by = self.on_device(self._pushed_by, INDEX)
-        self.wake = self.on_device(self._wake)
+        self.wake = self.on_device(self._barrier.wake)
         self._read = self.on_device(self._counts)
         self._set_limit = self.on_device(self._assign_limit, INDEX)
 
@@ -306,11 +306,8 @@ class DecidingServer(AggregatingServer):
             self._limit.assign(limit)
 
         with tf.control_dependencies([locked(self._lock, assign)]):
-            self._wake()
+            self._barrier.wake()
         return limit
-
-    def _wake(self) -> None:
-        self._barrier.wake()
 
     def _pushed_by(self, worker: tf.Tensor) -> tf.Tensor:
         """The gradients that a worker has pushed, and the step; int64 [2]."""

@@ -43,7 +43,7 @@ class SyncLoop(Loop):
         super().__init__(context, run, report)
         self.leads = context.task == context.cluster.leader
         self._counted = counter_of(self.optimizer)
-        layout = splits.evaluated_layout or run.step.layout
+        layout = splits.evaluated_layout
         self._evaluate = tf.function(self._sums_of, autograph=False, input_signature=[layout.batched(None)])
         self._evaluated_at_once = run.evaluated_at_once
         self._secs_per_step = 0.0  # the mean of all workers; 0 while unknown
