@@ -77,9 +77,9 @@ def test_rows_of_tables_follow_what_travels_as_a_whole(narrow: tf.DType | None) 
     buckets = push.pack(values, pulled.applied, tf.zeros([0]), (), rows, request)
     for sent in (buckets, add_request(buckets, next_request)):
         assert all(spec.is_compatible_with(bucket) for spec, bucket in zip(push.specs, sent, strict=True))
-        pushed = push.unpack(sent)
-        assert int(pushed.pulled_at) == 5
-        assert [found.numpy().tolist() for found, _ in pushed.rows] == ids
-        assert_equal([gradient for _, gradient in pushed.rows], rows)
+        _, _, pulled_at, _, pushed = push.unpack(sent)
+        assert int(pulled_at) == 5
+        assert [found.numpy().tolist() for found, _ in pushed] == ids
+        assert_equal([gradient for _, gradient in pushed], rows)
     (asked,) = push.next_request(add_request(buckets, next_request))
     assert [own.numpy().tolist() for own in pull.rows.ids(asked)] == following

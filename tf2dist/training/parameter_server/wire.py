@@ -78,38 +78,6 @@ class Pulled(NamedTuple):
     open: tf.Tensor | None = None
 
 
-class Pushed(NamedTuple):
-    """An update that one ps gets from a worker.
-
-    Attributes:
-        changes: the gradients, and the terms of the state.
-        pulled: the values that were pulled of some variables.
-        pulled_at: the count in the pull that the changes were computed from, int64.
-        added: float32, see `Counters.add`.
-        rows: of each table the gradients of its rows.
-    """
-
-    changes: list[tf.Tensor]
-    pulled: list[tf.Tensor]
-    pulled_at: tf.Tensor
-    added: tf.Tensor
-    rows: list[RowGradient]
-
-
-class Gradient(NamedTuple):
-    """A gradient that one ps of mode=sync_replicas gets from a worker.
-
-    Attributes:
-        added: what is added up over an aggregate, see `GradientLayout.added`.
-        pulled_at: the step of the pull that it was computed from, int64.
-        rows: of each table the gradients of its rows.
-    """
-
-    added: WireTensors
-    pulled_at: tf.Tensor
-    rows: list[RowGradient]
-
-
 def make_request(ids: list[tf.Tensor]) -> Request:
     """Asks a ps for the rows with these ids of each of its tables."""
     return [tf.concat([tf.stack([tf.size(own) for own in ids]), *ids], 0)] if ids else []
@@ -287,11 +255,20 @@ class PushLayout:
         own = pulled_at.bits, ONES, sums
         return self._buckets.pack([*changes, *pulled], *own, *self._rows.pack_gradients(rows, request))
 
-    def unpack(self, buckets: WireTensors) -> Pushed:
+    def unpack(
+        self, buckets: WireTensors
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor, list[RowGradient]]:
+        """An update that one ps gets from a worker.
+
+        Returns:
+            The gradients and the terms of the state; the values that were pulled of some variables; the count in the
+            pull that these changes were computed from, int64; what is added to the counters, float32, see
+            `Counters.add`; and of each table the gradients of its rows.
+        """
         tensors, (bits, added, *tail) = self._buckets.unpack(buckets, COUNT, self._added, *self._rows.sizes)
         changes, pulled = tensors[: len(self.variables)], tensors[len(self.variables) :]
         pulled_at = tf.cast(PackedCount(bits).value(), tf.int64)
-        return Pushed(changes, pulled, pulled_at, added, self._rows.unpack_gradients(tail))
+        return changes, pulled, pulled_at, added, self._rows.unpack_gradients(tail)
 
     def next_request(self, buckets: WireTensors) -> Request:
         """The request that `add_request` has added."""
@@ -343,12 +320,17 @@ class GradientLayout:
         own = share[None], sums[: self._num_sums], pulled_at.bits
         return self._buckets.pack(changes, *own, *self._rows.pack_gradients(rows, request))
 
-    def unpack(self, buckets: WireTensors) -> Gradient:
-        """A gradient as it is added to others."""
+    def unpack(self, buckets: WireTensors) -> tuple[WireTensors, tf.Tensor, list[RowGradient]]:
+        """A gradient as it is added to others.
+
+        Returns:
+            What is added up over an aggregate, see `added`; the step of the pull that it was computed from, int64; and
+            of each table the gradients of its rows.
+        """
         first, *large = buckets
         added, bits, *tail = tf.split(first, [self.added[0].shape[0], COUNT, *self._rows.sizes])
         pulled_at = tf.cast(PackedCount(bits).value(), tf.int64)
-        return Gradient([added, *large], pulled_at, self._rows.unpack_gradients(tail))
+        return [added, *large], pulled_at, self._rows.unpack_gradients(tail)
 
     def mean(self, total: WireTensors) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         """The mean change of each variable from the sum over an aggregate; [mean loss, other sums of the step]; and

@@ -1,7 +1,7 @@
 """The input of a synchronous worker: batches of arrays that all workers cut in the same way, or of its own stream."""
 
 import threading
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -15,18 +15,6 @@ from tf2dist.process import heartbeat
 from tf2dist.training.synchronous.workers import Workers
 
 LOOK_SECS = 1.0  # how often a worker that waits for its first batch reports to the watchdog
-
-
-class BatchSlice(NamedTuple):
-    """The examples that one replica contributes to a step.
-
-    Attributes:
-        leaves: the leaves of its batch, [n, ...] each.
-        share: which share of the step's examples the batch has; all shares add up to 1. 0 if the batch is padding.
-    """
-
-    leaves: list[tf.Tensor]
-    share: tf.Tensor
 
 
 class Feed(Protocol):
@@ -60,8 +48,13 @@ class Feed(Protocol):
             step: how many steps this process has taken.
         """
 
-    def slice(self, element: Any) -> BatchSlice:
-        """On a replica: its slice of the batch of a step."""
+    def slice(self, element: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """On a replica: the examples that it contributes to a step.
+
+        Returns:
+            The leaves of its batch, [n, ...] each; and the share of the step's examples that the batch has. All shares
+            add up to 1; that of a batch of padding is 0.
+        """
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         """On a replica: the numbers to sum, float32 [num_extra] in a list; an empty list for none."""
@@ -97,13 +90,13 @@ class ArrayFeed:
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         return next(iterators[0])
 
-    def slice(self, element: Any) -> BatchSlice:
+    def slice(self, element: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         *leaves, weights = element
         # Without the padding that gives all batches one shape: some layers look at the whole batch, and in Keras, too,
         # the last one of an epoch is shorter. If all is padding, one example of weight 0 stays, since the mean of none
         # would be NaN, in moving averages for good.
         count = tf.maximum(tf.math.count_nonzero(weights, dtype=tf.int32), 1)
-        return BatchSlice([leaf[:count] for leaf in leaves], tf.reduce_sum(weights))
+        return [leaf[:count] for leaf in leaves], tf.reduce_sum(weights)
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []
@@ -170,9 +163,9 @@ class StreamFeed:
         # A Python function returns tensors without a shape, and models need one.
         return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(leaves, specs, strict=True)], following
 
-    def slice(self, element: Any) -> BatchSlice:
+    def slice(self, element: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         leaves, _ = element
-        return BatchSlice(leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._totals[0])
+        return leaves, tf.cast(tf.shape(leaves[0])[0], tf.float32) / self._totals[0]
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return [tf.reshape(element[1], [2])]

@@ -38,7 +38,7 @@ from tf2dist.model.recurrence import reached_from
 from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals import state_of
-from tf2dist.training.synchronous.feeds import BatchSlice, StreamFeed
+from tf2dist.training.synchronous.feeds import StreamFeed
 from tf2dist.training.synchronous.sync_step import SHARED, SyncStep
 from tf2dist.training.synchronous.workers import Workers
 
@@ -56,9 +56,9 @@ class OwnStreamFeed(StreamFeed):
         super().__init__(workers, stream, begin)
         self._count = workers.count
 
-    def slice(self, element: Any) -> BatchSlice:
+    def slice(self, element: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         leaves, _ = element
-        return BatchSlice(leaves, tf.constant(1 / self._count))
+        return leaves, tf.constant(1 / self._count)
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         return []
