@@ -51,8 +51,13 @@ LOOK_SECS = 1.0  # between two looks at the progress of an evaluation
 
 
 class PsLoop(Loop):
-    """Runs on the coordinator, made with `build`; see `loop.Loop`."""
+    """Runs on the coordinator, made with `build`; see `loop.Loop`.
 
+    Attributes:
+        rule_class: of the rule by which the ps apply an update.
+    """
+
+    rule_class: Callable[[RunConfig, Cluster], UpdateRule]
     _graphs: PsGraphs
     _scheduler: Scheduler
     _origin: PsOrigin
@@ -75,11 +80,6 @@ class PsLoop(Loop):
         self._changed_at = time.monotonic()  # when the workers were last seen to have made progress
 
     @classmethod
-    @abc.abstractmethod
-    def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
-        """When the ps apply an update."""
-
-    @classmethod
     def build(
         cls,
         context: TaskContext,
@@ -87,7 +87,7 @@ class PsLoop(Loop):
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> "PsLoop":
-        rule = cls.rule(context.config, context.cluster)
+        rule = cls.rule_class(context.config, context.cluster)
         return cls(context, prepare(rule, context, start, strategy), report)
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
@@ -175,7 +175,7 @@ class AsyncRule(UpdateRule):
 
     way, scheduler_class = support.ASYNC, AsyncScheduler
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         self._algorithm = algorithm_of(config)
 
     def check_model(self, name: str, step: Step, splits: Splits) -> str:
@@ -195,7 +195,7 @@ class AsyncRule(UpdateRule):
 class AsyncLoop(PsLoop):
     """The loop of mode=async, in which a global step is an update that the ps have applied."""
 
-    mode = "async"
+    mode, rule_class = "async", AsyncRule
     _graphs: AsyncGraphs
     _scheduler: AsyncScheduler
     _origin: AsyncOrigin
@@ -215,10 +215,6 @@ class AsyncLoop(PsLoop):
         # Of an epoch that ends with the data: whether it has, where it began, and the steps of the one before.
         self._has_ended, self._epoch_began_at, self._epoch_steps = False, counts.applied, UNKNOWN_STEPS
         self._has_stopped_early = False
-
-    @classmethod
-    def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
-        return AsyncRule(config)
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
         scheduler, seen, self._has_stopped_early = self._scheduler, (0, 0), False

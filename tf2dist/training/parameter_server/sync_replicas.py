@@ -238,7 +238,7 @@ class SyncReplicasRule(UpdateRule):
 class SyncReplicasLoop(PsLoop):
     """The loop of mode=sync_replicas, in which a global step is the mean of K gradients."""
 
-    mode = "sync_replicas"
+    mode, rule_class = "sync_replicas", SyncReplicasRule
     _graphs: SyncReplicasGraphs
     _scheduler: SyncReplicasScheduler
     _origin: SyncReplicasOrigin
@@ -247,10 +247,6 @@ class SyncReplicasLoop(PsLoop):
         super().__init__(context, run, report)
         self._counts = self._graphs.deciding.counts()  # as they were read last
         self.progress = self._progress(math.nan)
-
-    @classmethod
-    def rule(cls, config: RunConfig, cluster: Cluster) -> UpdateRule:
-        return SyncReplicasRule(config, cluster)
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
         scheduler, deciding = self._scheduler, self._graphs.deciding
