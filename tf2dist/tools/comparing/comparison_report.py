@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from tf2dist import __version__
+from tf2dist.config.schema import RunConfig
 from tf2dist.files import as_json
 from tf2dist.tools.comparing.matrix import Options
 from tf2dist.tools.comparing.results import MEASURES, ContenderResult, Measurement, Spread
@@ -140,18 +141,15 @@ def left_out(options: Options, results: Sequence[ContenderResult]) -> list[str]:
 
 def how_it_was_measured(options: Options, results: Sequence[ContenderResult]) -> list[str]:
     """The sentences without which the figures could be misunderstood."""
-    summary: dict[str, Any] = next((run.summary for result in results for run in result.measured), {})
-    config = results[0].contender.config
-    rate = config.optimizer.get("learning_rate")
+    shared = _shared([result.contender.config for result in results])
     sentences = [
         "The contenders took turns, every second round in reverse order. Each run is a command of its own; its "
         "directory is in runs/, and its output in logs/.",
         "The clock starts at the first step. Evaluations and the pauses for them are not counted. Rates leave out "
         "the first quarter of the steps.",
-        f"All contenders train with {summary.get('optimizer', config.optimizer['name'])}, a learning rate of {rate} "
-        f"and {config.train.batch_size_per_worker} examples in the batch of a worker. A step of sync is one "
-        "update with the batches of all workers; a rate that is tuned for one mode may be too high or too low "
-        "for another.",
+        *([f"All contenders train with {' and with '.join(shared)}."] if shared else []),
+        "A step of sync is one update with the batches of all workers; a learning rate that is tuned for one mode may "
+        "be too high or too low for another.",
     ]
     if options.until.kind != "accuracy":
         sentences.append(
@@ -175,6 +173,19 @@ def how_it_was_measured(options: Options, results: Sequence[ContenderResult]) ->
         )
     sentences.append("To record the steps, each of them calls a function of Python twice, in all modes alike.")
     return sentences
+
+
+def _shared(configs: Sequence[RunConfig]) -> list[str]:
+    """What all contenders have in common and others might vary."""
+    of_each = [
+        [
+            f"the optimizer {config.optimizer['name']}",
+            f"a learning rate of {config.optimizer.get('learning_rate')}",
+            f"batches of {config.train.batch_size_per_worker} examples for each worker",
+        ]
+        for config in configs
+    ]
+    return [texts[0] for texts in zip(*of_each, strict=True) if len(set(texts)) == 1]
 
 
 def _spacing(results: Sequence[ContenderResult]) -> str:
@@ -201,7 +212,8 @@ def record_of(
         arguments: of the command.
         left_out: what the comparison could have shown, and which option it needs.
     """
-    summary = next((run.summary for result in results for run in result.measured), {})
+    summaries = [run.summary for result in results for run in result.measured]
+    data, optimizer = (", ".join(sorted({each[name] for each in summaries})) or None for name in ("data", "optimizer"))
     return {
         "tf2dist": __version__,
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -210,10 +222,10 @@ def record_of(
         "workers": options.workers,
         "common_delay_secs": options.common_delay,
         "seeds": options.seeds,
-        "data": summary.get("data"),
-        "optimizer": summary.get("optimizer"),
+        "data": data,
+        "optimizer": optimizer,
         "machine": machine(),
-        "versions": summary.get("versions"),
+        "versions": next((each.get("versions") for each in summaries), None),
         "verdict": {
             "headline": verdict.headline,
             "situations": [{"situation": name, "sentences": lines} for name, lines in verdict.scenarios],

@@ -70,8 +70,12 @@ class Until:
             "until=0.97, until=2000steps and until=30s"
         )
 
+    @property
+    def number(self) -> str:
+        return f"{self.value:.15g}"  # six digits, the default, would make a million steps 1e+06
+
     def __str__(self) -> str:
-        return f"{self.value:g}{ {'accuracy': '', 'steps': 'steps', 'secs': 's'}[self.kind] }"
+        return f"{self.number}{ {'accuracy': '', 'steps': 'steps', 'secs': 's'}[self.kind] }"
 
 
 @dataclass(frozen=True)
@@ -359,7 +363,7 @@ def _contender(
     eval_every_steps = max(1, round(_eval_every_examples(options, base) / (batches * base.train.batch_size_per_worker)))
     overrides += [*_length(options, overrides), f"train.eval_every_steps={eval_every_steps}", "timeline=true"]
     if options.until.kind in ("accuracy", "secs"):
-        overrides.append(f"train.until_{options.until.kind}={options.until.value:g}")
+        overrides.append(f"train.until_{options.until.kind}={options.until.number}")
     return Contender(
         mode_label=_mode_label(mode, backups, varying),
         scenario=_scenario(delay_secs, varying),
@@ -379,7 +383,7 @@ def _length(options: Options, overrides: list[str]) -> list[str]:
     if options.until.kind == "steps":
         if has_epochs:
             raise ConfigError(f"train.epochs: until={options.until} is the end of the runs; leave one of them out")
-        return [f"train.steps={options.until.value:g}"]
+        return [f"train.steps={options.until.number}"]
     if options.until.kind == "secs" and not has_epochs:
         return [f"train.epochs={SECS_EPOCHS}"]
     return []
