@@ -143,7 +143,8 @@ def test_the_evaluator_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the training stops from the last update before an evaluation to its end."""
     clock = [1000.0]
-    monkeypatch.setattr("tf2dist.training.report.time.time", lambda: clock[0])
+    monkeypatch.setattr("tf2dist.training.report.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("tf2dist.training.report.time.time", lambda: 5000.0)  # it may be set at any time
     evaluation = Evaluation({"loss": 0.5, "accuracy": 0.9}, 100)
 
     def progress(step: int, secs: float) -> None:
@@ -155,7 +156,7 @@ def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
         reporter.on_evaluation(split, step, evaluation)
 
     sent: list[Any] = []
-    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 990.0) as reporter:
+    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 4990.0) as reporter:
         reporter.set_target(100)
         monkeypatch.setattr(reporter, "_shown", type("", (), {"since_last": lambda self, now: {"loss": 0.5}})(), False)
         monkeypatch.setattr(reporter, "_filed", reporter._shown, False)

@@ -175,7 +175,7 @@ class Reporter(NoReporter):
     """
 
     def __init__(self, run_dir: Path, task: Task, to_launcher: ToLauncher, started_at: float) -> None:
-        self._task, self._to_launcher, self._started_at = task, to_launcher, started_at
+        self._task, self._to_launcher = task, to_launcher
         self.target_step = 0
         self._loop: Loop | None = None
         self._shown: _Recent  # set by `follow`, as is the next one
@@ -185,9 +185,9 @@ class Reporter(NoReporter):
         # Of two that write into one folder TensorBoard would read only one.
         folder = run_dir / "tensorboard" / ("" if task.job != "evaluator" else str(task))
         # Told by the clock of the host, which may be set during the run, and counted by one that never goes back.
-        began_at = time.monotonic() - (time.time() - started_at)
+        self._began_at = time.monotonic() - (time.time() - started_at)
         makes = (
-            lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task), began_at),
+            lambda: JsonlWriter(run_dir / "metrics.jsonl", str(task), self._began_at),
             lambda: TensorBoardWriter(folder, self._description),
         )
         self._writers = [PatientWriter(make, to_launcher.warn) for make in makes]
@@ -234,7 +234,7 @@ class Reporter(NoReporter):
         self._rates = rates
 
     def on_progress(self, progress: Progress) -> None:
-        now, step = time.time(), progress.global_step
+        now, step = time.monotonic(), progress.global_step
         if self._first_at is None:
             self._first_at, self._first = now, progress
         self._steps, self._examples = step - self._first.global_step, progress.examples - self._first.examples
@@ -256,7 +256,7 @@ class Reporter(NoReporter):
 
     def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_told: bool = False) -> None:
         # From the last progress on: a pause begins when the last update of the step has been applied.
-        now = time.time()
+        now = time.monotonic()
         self._paused_secs += now - (self._last_at or now)
         self._last_at = now
         print(f"{self._task}, global_step={step}, {split} {evaluation.headline}", flush=True)
@@ -303,8 +303,8 @@ class Reporter(NoReporter):
             **results_of(validation, test),
             "steps_per_sec": round(rate, 2) if rate else None,
             "examples_per_sec": round(self._examples / self.training_secs, 1) if rate else None,
-            "startup_secs": round((self._first_at or time.time()) - self._started_at, 3),
-            "wall_secs": round(time.time() - self._started_at, 3),
+            "startup_secs": round((self._first_at or time.monotonic()) - self._began_at, 3),
+            "wall_secs": round(time.monotonic() - self._began_at, 3),
             "workers": [{"index": i, "local_steps": steps} for i, steps in enumerate(progress.local_steps)],
             **loop.facts(),
             **simulated(config),
