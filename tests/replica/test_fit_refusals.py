@@ -158,6 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch_size": ({"batch_size": 0}, "batch_size (0): must be a whole number"),
     "few examples": ({"x": X[:2], "y": Y[:2]}, "x: has 2 examples to train on, for 3 workers; use fewer workers"),
     "epochs": ({"epochs": 2.0}, "epochs (2.0): must be a whole number"),
+    "no epochs": ({"epochs": None}, "epochs (None): must be a whole number"),
     "initial_epoch": ({"initial_epoch": 1}, "initial_epoch (1): must be a whole number from 0 to 0"),
     "steps_per_epoch": ({"steps_per_epoch": -1}, "steps_per_epoch (-1)"),
     "validation_steps": ({"validation_steps": 0}, "validation_steps (0)"),

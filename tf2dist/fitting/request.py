@@ -94,6 +94,8 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 def checked(arguments: FitArguments) -> FitArguments:
     """The arguments, as far as each can be checked by itself."""
     refusals.check_numbers(**{name: getattr(arguments, name) for name in NUMBERS})
+    if arguments.epochs is None:  # of the others None is the default
+        raise FitError("epochs (None): must be a whole number of at least 1")
     # Python's bool is an int, and `initial_epoch=True` is a mistake.
     first, epochs = arguments.initial_epoch, arguments.epochs
     if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < epochs:
