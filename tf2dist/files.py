@@ -63,12 +63,12 @@ def open_log(path: str | Path) -> int:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, text as UTF-8.
+    """Writes a file whole or not at all, text as UTF-8; several processes may do so, and one of them is the last.
 
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)

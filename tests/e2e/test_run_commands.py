@@ -221,12 +221,16 @@ def test_a_reader_that_leaves_is_no_error(digits: Path, test_set: data.Arrays, t
         (b"no image", "is no image that can be decoded"),
         (np.zeros((3, 5)), "is float64 [3, 5], but the model takes numbers [n, 28, 28, 1]"),
         (np.array([{}]), "is no numpy array"),
+        ({"first": np.zeros(3)}, "is no numpy array (it holds several arrays)"),
     ],
 )
 def test_unusable_files_are_refused(digits: Path, tmp_path: Path, content: Any, words: str) -> None:
-    path = tmp_path / ("it.npy" if isinstance(content, np.ndarray) else "it.png")
+    path = tmp_path / ("it.npy" if isinstance(content, np.ndarray | dict) else "it.png")
     if isinstance(content, bytes):
         path.write_bytes(content)
+    elif isinstance(content, dict):
+        with open(path, "wb") as file:
+            np.savez(file, **content)
     elif content is not None:
         np.save(path, content, allow_pickle=True)
     with pytest.raises(DataError, match=re.escape(words)):

@@ -184,8 +184,9 @@ def test_data_that_is_missing_or_incomplete(
 def test_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    levels = [next(findings.run_folder(f"{tmp_path}/{name}")).level for name in ("a/b", "file", "file/x", "loop/x")]
-    assert levels == ["ok", "fail", "fail", "fail"]
+    names = ("a/b", "file", "file/x", "loop/x", os.fsdecode(b"\xff"))
+    levels = [next(findings.run_folder(f"{tmp_path}/{name}")).level for name in names]
+    assert levels == ["ok", "fail", "fail", "fail", "fail"]
 
 
 def test_versions_that_do_not_match_the_requirements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tf2dist.errors import ConfigError, FitError, TrainingError
-from tf2dist.files import raising, warning
+from tf2dist.files import raising, warning, write_whole
 
 
 def test_an_error_of_a_file_has_a_name_a_reason_and_a_way_out(tmp_path: Path) -> None:
@@ -24,6 +24,23 @@ def test_errors_that_have_a_name_and_others_pass() -> None:
         raise FitError("mine")
     with pytest.raises(ValueError, match="other"), raising("x: cannot be read"):
         raise ValueError("other")
+
+
+def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def write() -> None:
+        for _ in range(200):
+            write_whole(tmp_path / "file", os.urandom(4096))
+
+    other = os.fork()
+    if not other:
+        try:
+            write()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    write()
+    assert os.waitpid(other, 0)[1] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_file_that_can_be_done_without_is_a_warning() -> None:

@@ -94,9 +94,12 @@ def run_folder(run_dir: str | None) -> Iterator[Finding]:
     """Whether the run's directory could be made, without making it."""
     target = Path(run_dir or "outputs").expanduser().absolute()
     try:
-        is_path(str(target))
+        is_text = is_path(str(target))
     except ConfigError as error:
         yield Finding("fail", "run_dir", *str(error).rsplit("; ", 1))
+        return
+    if not is_text:
+        yield Finding("fail", "run_dir", f"{target} is not valid UTF-8", "name another directory with run_dir=")
         return
     # The nearest folder that exists; a broken link counts, since no directory can be made in its place.
     existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))

@@ -217,6 +217,8 @@ def _array(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
     try:
         # A pickled array could run any code when it is read.
         array = np.load(path, allow_pickle=False)
+        if not isinstance(array, np.ndarray):  # numpy goes by the content, and a .npz may have been renamed
+            raise ValueError("it holds several arrays")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: is no numpy array ({first_line(str(error))}); save one with numpy.save") from None
     # Several examples or one, both also without the last dimension, as grey images often are.
