@@ -136,17 +136,14 @@ def set_death_signal(signum: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Makes the kernel kill this process when its parent `parent_pid` ends, for whatever reason."""
-    set_death_signal(signal.SIGKILL)
+def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
+    """Makes the kernel kill this process when its parent `parent_pid` ends, for whatever reason.
+
+    Args:
+        signum: what it is sent then, such as SIGTERM to have it end in order.
+    """
+    set_death_signal(signum)
     if os.getppid() not in (parent_pid, 0):  # it has already ended; 0: it is in another PID namespace
-        os._exit(1)
-
-
-def end_with_parent(parent_pid: int) -> None:
-    """Makes the kernel ask this process to end in order when its parent `parent_pid` ends, for whatever reason."""
-    set_death_signal(signal.SIGTERM)
-    if os.getppid() not in (parent_pid, 0):  # see `die_with_parent`
         os._exit(1)
 
 

@@ -11,8 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config.option import catch_all_of
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.declared import TreeReader, declared, inside
 from tf2dist.errors import ConfigError
 
@@ -32,7 +31,8 @@ class OptionReader(TreeReader):
 
     def fields(self, kind: Any, tree: dict[str, Any], where: str) -> dict[str, Any]:
         # The arguments of data stand among its options in files, and are separate in the dataclass.
-        rest, known = catch_all_of(kind), declared(kind)[0].keys() - {catch_all_of(kind)}
+        rest = "arguments" if kind is DataConfig else ""
+        known = declared(kind)[0].keys() - {rest}
         others = {key: value for key, value in tree.items() if key not in known}
         if others and not rest:
             raise ConfigError(f"{inside(where, next(iter(others)))}: there is no such option; see --help")

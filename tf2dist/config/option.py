@@ -111,14 +111,6 @@ def section(kind: type[T], scope: Scope, **declared: Any) -> T:
     return field(default_factory=kind, metadata={"section": {"scope": scope, **declared}})
 
 
-CATCH_ALL = {"catch_all": True}  # metadata of the field that collects the keys without a field of their own
-
-
-def catch_all_of(section: Any) -> str:
-    """The name of this field; "" if there is none."""
-    return next((entry.name for entry in fields(section) if entry.metadata.get("catch_all")), "")
-
-
 def options_of(section: Any, prefix: str = "", **declared: Any) -> Iterator[tuple[str, Option]]:
     """The dotted names of all options of a dataclass and of those nested in it, in the order of declaration."""
     for entry in fields(section):

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from tf2dist.config.option import (
     ARE_DELAYS,
-    CATCH_ALL,
     COMMAND_LINE,
     COUNT,
     IS_ACCURACY,
@@ -261,7 +260,7 @@ class DataConfig:
     )
     download_timeout_secs: float = option(300.0, *SECS, help="how long a download of the data may take")
     # Those of a choice, or of a plugin's data.
-    arguments: dict[str, Any] = field(default_factory=dict, metadata=CATCH_ALL)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)

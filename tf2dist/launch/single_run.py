@@ -303,7 +303,8 @@ JOB_STOP_SECS = 2.0  # for a job to end what it has started
 # The command of a job. If its parent is killed, the kernel sends the job SIGTERM, and the warm process that it was lent
 # ends its fork server.
 RUN_JOB = (
-    "from tf2dist import linux; linux.end_with_parent(int(sys.argv.pop(1)))\nfrom tf2dist.__main__ import main; main()"
+    "from tf2dist import linux; linux.die_with_parent(int(sys.argv.pop(1)), linux.signal.SIGTERM)\n"
+    "from tf2dist.__main__ import main; main()"
 )
 
 

@@ -30,10 +30,6 @@ def render(request: JobRequest) -> str:
     )
 
 
-def gang(request: JobRequest) -> dict[str, object]:
-    return {"control_port_shift": request.config.cluster.control_port_shift, "stop_secs": request.stop_secs}
-
-
 def scaling(request: JobRequest) -> dict[str, object]:
     gpus = {"use_gpu": True} if request.gpus else {}
     resources = {"CPU": request.cpus or 1} | ({"GPU": request.gpus} if request.gpus else {})
