@@ -8,7 +8,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -192,13 +192,12 @@ class Loader(ConfigLoaderImpl):
         """Refuses options that do not exist, wherever they are given."""
         given_keys = {_key(override) for override in overrides}
         for key in _unknown(composed):
-            if key in given_keys:
-                raise ConfigError(f"{key}: there is no such option{_suggestion(key, composed)}")
-            file, package = self._file_with(key, config_name, overrides, run_mode)
+            is_given = key in given_keys
+            file, package = ("", "") if is_given else self._file_with(key, config_name, overrides, run_mode)
             location = f"{key} (in {file}.yaml)" if file else key
             if package and package == key.partition(".")[0]:
                 raise ConfigError(f'{location}: there is no such option; begin the file with "# @package _global_"')
-            raise ConfigError(f"{location}: there is no such option{_suggestion(key, composed)}")
+            raise ConfigError(f"{location}: there is no such option{_nearest_option(key, composed)}")
         missing = sorted(set(defaults()) - set(map(str, composed)))
         if missing and not any(override.startswith("~") for override in overrides):
             raise ConfigError(
@@ -341,18 +340,10 @@ def _unknown(composed: DictConfig) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in value if f"{name}.{key}" not in known)
 
 
-def _suggestion(key: str, composed: DictConfig) -> str:
-    """The end of a message about an unknown option."""
-    return _nearest_option(key, [*groups(), *_leaves(as_written(composed))], choices_by_option())
-
-
-def _nearest_option(key: str, known: list[str], others: Mapping[str, list[str]]) -> str:
-    """The end of the message about an unknown option: the best guess, or what exists instead.
-
-    Args:
-        known: the options that exist with the choices of this command line, and the groups.
-        others: the options that would exist with other choices, each with these choices.
-    """
+def _nearest_option(key: str, composed: DictConfig) -> str:
+    """The end of the message about an unknown option: the best guess, or what exists instead."""
+    # The groups, and the options that exist with the choices of this command line, or with others.
+    known, others = [*groups(), *_leaves(as_written(composed))], choices_by_option()
     section, _, name = key.rpartition(".")
     names = {option: option.rpartition(".")[2] for option in known}
     # From the most certain guess to the vaguest: a wrong section is more likely than a wrong name.
@@ -418,15 +409,19 @@ def _wrong_kind(override: Override) -> str:
 
 def _problem(override: Override, tree: DictConfig, overrides: list[str], loader: Loader) -> str:
     """The mistake in one override, or ""; `tree`: the configuration of the choices that were made."""
-    key, known = override.key_or_group, [*groups(), *_leaves(as_written(tree))]
+    key = override.key_or_group
     value = str(override.input_line).partition("=")[2]
     if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
         return ""
-    if key in known or OmegaConf.select(tree, key, throw_on_missing=False) is not None:
+    if (
+        key in groups()
+        or key in _leaves(as_written(tree))
+        or OmegaConf.select(tree, key, throw_on_missing=False) is not None
+    ):
         return ""
     if loader.get_group_options(key):
         return f"{key} ({value}): is not a group of tf2dist; write +{override.input_line} for one of yours"
-    suggestion = _nearest_option(key, known, choices_by_option())
+    suggestion = _nearest_option(key, tree)
     has_plugins = any(other.startswith("plugins=") for other in overrides)
     if has_plugins and key.partition(".")[0] in PLUGIN_GROUPS and "mean" not in suggestion:
         return f"{key}: there is no such option; write +{key} if a plugin of yours has it"

@@ -149,7 +149,7 @@ def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> Non
 
 
 def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
-    """Prints the accuracy and the confusion matrix, and draws the matrix and images."""
+    """Prints the accuracy and the confusion matrix, a row for each true class, and draws the matrix and images."""
     from tf2dist.tools.finished import pictures  # imports matplotlib, which `evaluate` does not need
 
     true, predicted = class_numbers(test.y), probabilities.argmax(axis=1)
@@ -160,7 +160,7 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
             f"data: has labels from {true.min()} to {true.max()}, but the model has {num_classes} classes; choose "
             "another one with data=NAME"
         )
-    counts = confusion(true, predicted, num_classes)
+    counts = tf.math.confusion_matrix(true, predicted, num_classes, dtype=tf.int64).numpy()
     print_lines(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
     if num_classes <= MOST_CLASSES:
         print_lines(confusion_text(counts), sys.stdout)
@@ -176,14 +176,6 @@ def class_numbers(labels: np.ndarray) -> np.ndarray:
     if labels.ndim == 2 and labels.shape[1] > 1:
         return np.asarray(labels.argmax(axis=1))
     return np.asarray(labels.reshape(len(labels)).astype(np.int64))
-
-
-def confusion(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
-    """Counts of each class (row) predicted as each class (column), [classes, classes]."""
-    counts = np.zeros((num_classes, num_classes), np.int64)
-    # `counts[true, predicted] += 1` would count a pair that occurs several times only once.
-    np.add.at(counts, (true, predicted), 1)
-    return counts
 
 
 def confusion_text(counts: np.ndarray) -> str:

@@ -130,8 +130,7 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
         code = 0
     except TfDistError as error:
         # If nobody can read it any more, the exit code still tells what happened.
-        with contextlib.suppress(OSError):
-            print_lines(f"tf2dist: error: {' '.join(str(error).split())}", sys.stderr)
+        show_status(f"tf2dist: error: {' '.join(str(error).split())}")
         code = error.exit_code
     sys.exit(code)
 
@@ -152,12 +151,11 @@ def silence_stderr() -> None:
 
 
 def show_status(text: str) -> None:
-    """Tells the user what goes on while TensorFlow is imported, which takes seconds."""
+    """Tells the user what goes on, if anybody reads it."""
     with contextlib.suppress(OSError):
         print_lines(text, sys.stderr)
 
 
 def warn(text: str) -> None:
     """Writes a warning for the user."""
-    with contextlib.suppress(OSError):
-        print_lines(f"tf2dist: warning: {text}", sys.stderr)
+    show_status(f"tf2dist: warning: {text}")
