@@ -124,7 +124,8 @@ def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any
     pulled = [server.pull() for server in graphs.servers]
     pushes, _ = graphs._compute(pulled, leaves, tf.constant(0, tf.int64), graphs.routing.route(Lookups([], [])))
     for server, push in zip(graphs.servers, pushes, strict=True):
-        for variable, sent in zip(server.trainable, server._push_layout.unpack(push).pulled, strict=True):
+        _, sent_back, *_ = server._push_layout.unpack(push)
+        for variable, sent in zip(server.trainable, sent_back, strict=True):
             np.testing.assert_array_equal(sent, variable.numpy())
 
 
