@@ -63,7 +63,7 @@ def open_log(path: str | Path) -> int:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, text as UTF-8; several processes may do so, and one of them is the last.
+    """Writes a file whole or not at all, text as UTF-8; of several processes that write one, the last wins.
 
     Raises:
         OSError: it cannot be written.

@@ -288,3 +288,13 @@ def test_any_override_is_either_accepted_or_refused(text: str) -> None:
 def test_the_parent_never_imports_tensorflow() -> None:
     code = "import sys, tf2dist.cli; sys.exit(sum(m in sys.modules for m in ('tensorflow', 'keras', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_what_depends_on_the_moment_is_composed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that calls `fit` twice has two times, and may have changed its working directory."""
+    first, second = (load(["run_dir=run-${now:%H%M%S%f}"], None).run_dir for _ in range(2))
+    assert first != second
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert load(["run_dir=${hydra:runtime.cwd}/run"], None).run_dir == f"{tmp_path}/{name}/run"

@@ -220,16 +220,14 @@ def test_what_the_page_says_of_the_cnn_and_of_mnist() -> None:
     assert f"end at {sync.mean:.1f} % in `sync`, as one worker does, and at {stale.mean:.1f} % in `async`" in whole
 
 
-def test_no_compensation_beats_the_best_rate_of_33_workers() -> None:
-    runs = [
-        run for run in read(staleness.FILE) if (run["workers"], run["optimizer"]) == (33, "sgd") and not run["seed"]
-    ]
-    best = {run["algorithm"].split()[0]: 100.0 for run in runs}
-    for run in runs:
-        kind = run["algorithm"].split()[0]
-        best[kind] = min(best[kind], 100 * run["test_error"])
-    assert best["delay_compensated"] > best["plain"]
-    text = f"no variant ended below plain training at its best rate, {best['plain']:.1f} %"
+def test_the_compensation_of_33_workers() -> None:
+    best: dict[str, float] = {}
+    for run in read(staleness.FILE):
+        if (run["workers"], run["optimizer"]) == (33, "sgd"):
+            best[run["algorithm"]] = min(best.get(run["algorithm"], 100.0), 100 * run["test_error"])
+    two = [error for algorithm, error in best.items() if algorithm.startswith("delay_compensated")]
+    assert len(two) == 2, "as the page says"
+    text = f"they end at {two[0]:.1f} % and {two[1]:.1f} %, and plain training at {best['plain']:.1f} %"
     assert text in " ".join(PAGES["docs/staleness.md"].split())
 
 

@@ -104,14 +104,20 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
     """
     with open_hydra(source) as hydra:
         ready = prepare_overrides(overrides, tf_config)
-        is_fixed = source == BUILT_IN
-        composed = _of_package(tuple(ready)) if is_fixed else hydra.compose_config(source.name, ready, RunMode.RUN)
+        # An override with ${...} may be about the working directory, which Hydra notes when it composes.
+        if source == BUILT_IN and not any("${" in override for override in ready):
+            composed = _composed_before(tuple(ready))
+        else:
+            composed = hydra.compose_config(source.name, ready, RunMode.RUN)
         return to_config(composed, tf_config)
 
 
 @functools.lru_cache(maxsize=8)
-def _of_package(overrides: tuple[str, ...]) -> DictConfig:
-    """What files that nobody changes give, so that a program's next call of `fit` does not compose it again."""
+def _composed_before(overrides: tuple[str, ...]) -> DictConfig:
+    """Composes the files of the package, which nobody changes, once for each command line.
+
+    It takes a tenth of a second, and a program may call `fit` many times.
+    """
     with open_hydra(BUILT_IN) as hydra:
         return hydra.compose_config(BUILT_IN.name, list(overrides), RunMode.RUN)
 

@@ -72,21 +72,26 @@ def load_model(
         ConfigError: there is no such folder, or the model needs a class that is not known here, or more memory.
         CheckpointError: there is no checkpoint of that step, or a file is damaged or of another model.
     """
-    return load_in_files(run_dir, step, custom_objects or {}, None)
+    return _load(run_dir, step, dict(custom_objects or {}), None)
 
 
 def load_in_files(
-    run_dir: str | os.PathLike[str], step: int | None, custom_objects: Mapping[str, Any], tables: Tables | None
+    run_dir: str | os.PathLike[str], step: int | None, custom_objects: Mapping[str, Any], tables: Tables
 ) -> keras.Model:
     """Loads a model that is not trained, as `load_model` does, with its large tables of embeddings in files.
 
     The model has another optimizer, without slots, unless it has methods of its own that may use it.
 
     Args:
-        tables: in the folder of which the files are made; it may be removed when the model is there. None: as
-            `load_model` does.
+        tables: in the folder of which the files are made; it may be removed when the model is there.
     """
-    folder, objects = Path(run_dir).expanduser(), dict(custom_objects)
+    return _load(run_dir, step, dict(custom_objects), tables)
+
+
+def _load(
+    run_dir: str | os.PathLike[str], step: int | None, objects: dict[str, Any], tables: Tables | None
+) -> keras.Model:
+    folder = Path(run_dir).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
     # It differs from the last checkpoint if the optimizer averages weights: the averages are evaluated, but a run is
