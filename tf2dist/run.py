@@ -27,7 +27,7 @@ from tf2dist.training import stragglers
 from tf2dist.training.driver import Driver, Epochs, Steps
 from tf2dist.training.evaluator import Evaluator, follow
 from tf2dist.training.finished_model import describe, write_model
-from tf2dist.training.hooks import NoHooks
+from tf2dist.training.hooks import Hooks
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.parameter_server import serving
 from tf2dist.training.parameter_server.async_loop import AsyncLoop
@@ -141,7 +141,7 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
                 write_model(run_dir, loop.model, loop.optimizer, final_arrays, num_updates, fresh, to_launcher.warn)
                 heartbeat.progress()
 
-        hooks = context.hooks if task == cluster.leader else NoHooks()
+        hooks = context.hooks if task == cluster.leader else Hooks()
         length = functools.partial(Epochs, plan=source.plan, hooks=hooks) if source.plan else Steps
         driver = Driver(loop, saver, reporter, splits.evaluated, length, write_finished_model)
         if task == cluster.leader:

@@ -28,7 +28,7 @@ from tf2dist.process.inbox import end_on_sigterm
 from tf2dist.run import run_task
 from tf2dist.tf_internals import error_texts
 from tf2dist.training import stragglers
-from tf2dist.training.hooks import Hooks, LauncherHooks, NoHooks
+from tf2dist.training.hooks import Hooks, LauncherHooks
 from tf2dist.training.setup import TaskContext
 
 
@@ -65,7 +65,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         set_up_keras(run_config.keras)
         mail = inbox.listen(cluster)
         source: Source = RegisteredSource(run_config)
-        hooks: Hooks = NoHooks()
+        hooks: Hooks = Hooks()
         if payload["job"]:
             job = Path(payload["job"])
             source = ShippedSource(job)

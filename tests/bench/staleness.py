@@ -115,9 +115,9 @@ class Stage(NamedTuple):
 # In this order: model, workers, data and seeds.
 FIRST, REST = SEEDS[:1], SEEDS[1:]
 ORDER: tuple[tuple[str, tuple[int, ...], str, tuple[int, ...]], ...] = (
-    *(("dnn", FEW, "fashion_mnist", SEEDS), ("dnn", FEW, "mnist", FIRST), ("dnn", MANY, "fashion_mnist", FIRST)),
-    *(("cnn", FEW, "fashion_mnist", FIRST), ("dnn", MANY, "fashion_mnist", REST), ("dnn", MANY, "mnist", FIRST)),
-    *(("dnn", (*FEW, *MANY), "mnist", REST), ("cnn", MANY, "fashion_mnist", FIRST), ("cnn", FEW, "mnist", FIRST)),
+    *(("dnn", FEW, "fashion_mnist", SEEDS), ("dnn", FEW, "mnist", FIRST), ("dnn", MANY, "fashion_mnist", SEEDS)),
+    *(("dnn", FEW, "mnist", REST), ("cnn", FEW, "fashion_mnist", FIRST), ("dnn", MANY, "mnist", SEEDS)),
+    *(("cnn", MANY, "fashion_mnist", FIRST), ("cnn", FEW, "mnist", FIRST)),
     *(("dnn", OTHERS, "fashion_mnist", SEEDS), ("cnn", (*FEW, *MANY), "fashion_mnist", REST)),
     *(("dnn", OTHERS, "mnist", SEEDS), ("cnn", (*FEW, *MANY), "mnist", SEEDS)),
     *(("cnn", OTHERS, "fashion_mnist", SEEDS), ("cnn", OTHERS, "mnist", SEEDS)),

@@ -8,7 +8,7 @@ import numpy as np
 
 from tf2dist.data.splits import Splits, checked
 from tf2dist.model.source import EpochPlan
-from tf2dist.training.hooks import CallbackEffects, NamedArrays
+from tf2dist.training.hooks import CallbackEffects, Hooks, NamedArrays
 
 
 @dataclass
@@ -28,16 +28,13 @@ class InMemorySource:
 
 
 @dataclass
-class RecordingHooks:
+class RecordingHooks(Hooks):
     """Hooks that record their calls, and return the answers that a test has chosen."""
 
     # By the kind of the call and its epoch.
     answers: dict[tuple[str, int], CallbackEffects] = field(default_factory=dict)
     calls: list[tuple[str, int, int, dict[str, float]]] = field(default_factory=list)
     arrays: NamedArrays = field(default_factory=dict)
-
-    def wanted(self) -> bool:
-        return False
 
     def post(
         self,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -53,18 +53,19 @@ class CallbackEffects:
         return cls(stop, is_interrupted, tuple(learning_rates), arrays)
 
 
-class Hooks(Protocol):
-    """On the leader: the way to the callbacks and back."""
+class Hooks:
+    """The way to the callbacks and back; this one is for a task that is not the leader, which has no callbacks."""
 
     def wanted(self) -> bool:
         """Whether a callback wants the training to pause, to change something."""
+        return False
 
     def post(
         self,
         kind: str,
         epoch: int,
         step: int,
-        logs: dict[str, float],
+        logs: dict[str, Any],
         learning_rates: tuple[float, ...],
         arrays: Callable[[bool], NamedArrays],
         state: NamedArrays,
@@ -84,23 +85,11 @@ class Hooks(Protocol):
 
     def answer(self, timeout_secs: float) -> CallbackEffects | None:
         """The effects that the callbacks want; None if they are not done within `timeout_secs`."""
-
-
-class NoHooks:
-    """The hooks of a task that is not the leader: no callbacks."""
-
-    def wanted(self) -> bool:
-        return False
-
-    def post(self, kind: str, epoch: int, step: int, logs: dict[str, float], *_: object) -> None:
-        pass
-
-    def answer(self, timeout_secs: float) -> CallbackEffects | None:
         # At once: this task gets the answer, and waits for it, in the leader's broadcast.
         return None
 
 
-class LauncherHooks:
+class LauncherHooks(Hooks):
     """Calls the callbacks in the process that has called `fit`, through the launcher.
 
     Args:

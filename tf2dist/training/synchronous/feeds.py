@@ -1,7 +1,8 @@
 """The input of a synchronous worker: batches of arrays that all workers cut in the same way, or of its own stream."""
 
 import threading
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,30 +18,35 @@ from tf2dist.training.synchronous.workers import Workers
 LOOK_SECS = 1.0  # how often a worker that waits for its first batch reports to the watchdog
 
 
-class Feed(Protocol):
-    """The input of one worker.
+class Feed(ABC):
+    """The input of one worker; what has a body here is for an input whose batches never end.
 
     Attributes:
         iterators: over the pipeline, or none for a stream; the last arguments of the function that takes the steps.
         num_extra: how many numbers are summed over all replicas with each step.
-        num_ended: how many workers have no batch for the next step of the epoch; steps are taken while it is 0.
     """
 
-    iterators: tuple[Any, ...]
-    num_extra: int
+    iterators: tuple[Any, ...] = ()
+    num_extra = 0
 
     @property
-    def num_ended(self) -> int: ...
+    def num_ended(self) -> int:
+        """How many workers have no batch for the next step of the epoch; steps are taken while it is 0."""
+        return 0
 
     def prepare(self, step: int) -> None:
         """On all workers, before steps are taken; `step`: see `next`."""
+        return
 
     def begin_pass(self, step: int) -> None:
         """Begins the next pass over the data at this step; only for data that ends an epoch."""
+        raise NotImplementedError
 
     def position(self, step: int) -> int:
         """The number of the batch of a stream for this step."""
+        raise NotImplementedError
 
+    @abstractmethod
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         """In the graph: what `slice` and `extra` need.
 
@@ -48,6 +54,7 @@ class Feed(Protocol):
             step: how many steps this process has taken.
         """
 
+    @abstractmethod
     def slice(self, element: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """On a replica: the examples that it contributes to a step.
 
@@ -58,12 +65,14 @@ class Feed(Protocol):
 
     def extra(self, element: Any) -> list[tf.Tensor]:
         """On a replica: the numbers to sum, float32 [num_extra] in a list; an empty list for none."""
+        return []
 
     def note_sums(self, sums: tf.Tensor) -> tf.Tensor:
         """On every worker: takes the sums of the extra numbers over all replicas; returns whether a step can follow."""
+        return tf.constant(True)
 
 
-class ArrayFeed:
+class ArrayFeed(Feed):
     """Batches of the arrays that all workers have loaded; see `Feed`.
 
     Args:
@@ -72,20 +81,9 @@ class ArrayFeed:
         begin: the position of the input.
     """
 
-    num_extra = num_ended = 0
-
     def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: InputPosition) -> None:
         self._train, self._sharding, self._begin = train, sharding, begin
         self.iterators = (iter(workers.strategy.distribute_datasets_from_function(self._dataset)),)
-
-    def prepare(self, step: int) -> None:
-        pass
-
-    def begin_pass(self, step: int) -> None:
-        pass
-
-    def position(self, step: int) -> int:
-        raise NotImplementedError
 
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         return next(iterators[0])
@@ -97,12 +95,6 @@ class ArrayFeed:
         # would be NaN, in moving averages for good.
         count = tf.maximum(tf.math.count_nonzero(weights, dtype=tf.int32), 1)
         return [leaf[:count] for leaf in leaves], tf.reduce_sum(weights)
-
-    def extra(self, element: Any) -> list[tf.Tensor]:
-        return []
-
-    def note_sums(self, sums: tf.Tensor) -> tf.Tensor:
-        return tf.constant(True)
 
     def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """This worker's batches, for its replicas in turn."""
@@ -116,7 +108,7 @@ class ArrayFeed:
         return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(count).repeat())
 
 
-class StreamFeed:
+class StreamFeed(Feed):
     """Batches of the worker's own stream; see `Feed`.
 
     The workers' batches in a step may be of different sizes. So that each worker knows its share when it computes, the
@@ -133,7 +125,6 @@ class StreamFeed:
             raise ConfigError(
                 "data: the GPUs of a synchronous worker cannot share its stream; use a worker for each GPU"
             )
-        self.iterators = ()
         self._layout, self._begin, self._workers = stream.layout, begin, workers
         self._reader, self._pass = Reader(stream, workers.index), 0
         # Of the next step: its examples, and the workers without a batch.
