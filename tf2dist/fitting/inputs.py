@@ -181,15 +181,16 @@ def _parts(examples: Arrays) -> Iterator[tuple[str, Tree]]:
     return zip(("x", "y", "sample_weight"), (examples.x, examples.y, examples.sample_weight), strict=True)
 
 
-def batch_size_of(batch_size: int | None, num_examples: int, steps_per_epoch: int | None, batches_a_step: int) -> int:
-    """The batch size of a worker; if none is given, Keras's: 32, or the size with which `steps_per_epoch` see all.
+def batch_size_of(batch_size: int | None, num_examples: int, steps: int | None, batches_a_step: int) -> int:
+    """The batch size of a worker; if none is given, Keras's: 32, or the size with which the `steps` see all.
 
     Args:
+        steps: of an epoch, or of a validation.
         batches_a_step: how many batches the cluster takes in one step.
     """
     if batch_size is not None:
         return batch_size
-    return math.ceil(num_examples / (steps_per_epoch * batches_a_step)) if steps_per_epoch else DEFAULT_BATCH_SIZE
+    return math.ceil(num_examples / (steps * batches_a_step)) if steps else DEFAULT_BATCH_SIZE
 
 
 # Files for the tasks: each array as .npy, which the tasks map into their memory, and the trees as JSON. So all tasks of

@@ -114,15 +114,15 @@ def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tup
         splits = streamed(stream, None if validation is None else validation_arrays(stream.layout, validation))
         plan = replace(plan, steps_per_epoch=plan.steps_per_epoch or steps_of(stream, config))
         stream.repeats = plan.steps_per_epoch is not None
-    batch_size = config.train.batch_size_per_worker
     if arguments.is_validated_on_stream:
         leave_gpus_to_tasks()
-        first = Shard(0, num_workers, arguments.seed, batch_size)
+        first = Shard(0, num_workers, arguments.seed, config.train.batch_size_per_worker)
         validated_on = validation_stream(splits.layout, arguments.validation_data, plan, first)
         splits = StreamedSplits(splits.train, None, None, None, splits.stream, validated_on)
-    # As in Keras. Without validation_steps None stays: the cluster then validates in batches of whatever size is fast.
-    if plan.validation_steps and not plan.validation_batch_size:
-        plan = replace(plan, validation_batch_size=batch_size)
+    # Keras's, too. Without validation_steps None stays: the cluster then validates in batches of whatever size is fast.
+    if plan.validation_steps and not plan.validation_batch_size and (validation := splits.validation):
+        size = inputs.batch_size_of(arguments.batch_size, len(validation), plan.validation_steps, 1)
+        plan = replace(plan, validation_batch_size=size)
     return splits, plan
 
 
