@@ -127,7 +127,7 @@ def test_hosts_need_a_directory(nothing_starts: Path, monkeypatch: pytest.Monkey
         tf2dist.predict(model(), X)
 
 
-def begin(net: keras.Model, x: Any, **arguments: Any) -> None:
+def begin(net: Any, x: Any, **arguments: Any) -> None:
     """Makes the call up to where its processes would be started."""
     with pytest.raises(pytest.fail.Exception, match="a wrong call is run"):
         tf2dist.predict(net, x, run_dir="run", verbose=0, **arguments)
@@ -158,6 +158,44 @@ def test_another_activation_is_another_model(nothing_starts: Path) -> None:
     other.set_weights(net.get_weights())
     with pytest.raises(tf2dist.ConfigError, match="another model"):
         tf2dist.predict(other, X, run_dir="run")
+
+
+def test_a_function_builds_another_model_with_the_same_weights(nothing_starts: Path) -> None:
+    def build(activation: str | None = None) -> keras.Model:
+        # The seed of the first layer is another one in each model, as in each process.
+        layers = [keras.layers.RandomFlip("horizontal"), keras.layers.Flatten(), keras.layers.Dense(2, activation)]
+        net = keras.Sequential([keras.Input([1, 1, 3]), *layers])
+        net.set_weights([np.ones([3, 2]), np.zeros(2)])
+        return net
+
+    x = X.reshape(40, 1, 1, 3)
+    begin(build, x)
+    begin(build, x)
+    with pytest.raises(tf2dist.ConfigError, match="another model"):
+        tf2dist.predict(lambda: build("softmax"), x, run_dir="run")
+
+
+def test_a_model_without_a_configuration_is_known_by_its_weights(nothing_starts: Path) -> None:
+    class Doubling(keras.Model):  # type: ignore[misc]
+        def __init__(self, units: int) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(units, kernel_initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return 2 * self.dense(x)
+
+        def get_config(self) -> Any:
+            raise NotImplementedError
+
+    def build(units: int) -> keras.Model:
+        net = Doubling(units)
+        net(X)
+        return net
+
+    begin(lambda: build(2), X)
+    begin(lambda: build(2), X)
+    with pytest.raises(tf2dist.ConfigError, match="another model"):
+        tf2dist.predict(lambda: build(3), X, run_dir="run")
 
 
 def test_the_directory_of_a_training_is_refused(nothing_starts: Path) -> None:

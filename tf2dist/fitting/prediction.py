@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def predict(
         request.set_model_options(config, local, name, ARRAYS_OF_FIT)
         shipping.ship(job, sent, name, Splits(examples, num_classes=None), None, tables)
         config.run_dir = str(make_run_dir(config, "predict"))
-        identity = {"model": digest_of_model(local, job), "x": digest_of_examples(examples), "batch_size": batch_size}
+        identity = {"model": digest_of_model(local), "x": digest_of_examples(examples), "batch_size": batch_size}
         ranges = resume_or_create(Path(config.run_dir), identity, examples, place)
         if not ranges.is_complete():
             sys_path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -238,20 +239,28 @@ def resume_or_create(run_dir: Path, identity: dict[str, Any], examples: Arrays, 
     return Ranges(run_dir, len(examples), found["range_size"])
 
 
-def digest_of_model(model: keras.Model, job: Path) -> str:
-    """A hash of the model's weights and, if Keras has saved it in the job's folder, of its configuration."""
-    config = {}
-    if (job / shipping.MODEL).exists():  # not of a function that builds it
-        config = json.loads((job / shipping.MODEL / "config.json").read_bytes())
-    config.pop("compile_config", None)
-    # Keras numbers layers and objects by what the process has made before.
-    text = re.sub(r', "shared_object_id": \d+|_\d+(?=")', "", json.dumps(config, sort_keys=True))
+def digest_of_model(model: keras.Model) -> str:
+    """A hash of the model's weights and, unless a class of it has no get_config, of its configuration."""
+    text = ""
+    with suppress(Exception):  # get_config of the user's layers may raise anything
+        config = keras.saving.serialize_keras_object(model)
+        config.pop("compile_config", None)
+        config = json.loads(json.dumps(config), object_hook=_without_seed)
+        # Keras numbers layers and objects by what the process has made before.
+        text = re.sub(r', "shared_object_id": \d+|_\d+(?=")', "", json.dumps(config, sort_keys=True))
     digest = hashlib.sha256(text.encode())
     for variable in model.weights:
         # Without a copy: a table may be larger than the memory.
         array = np.asarray(tf.convert_to_tensor(variable))
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def _without_seed(described: dict[str, Any]) -> dict[str, Any]:
+    # Without a seed a layer such as RandomFlip draws one of its own, in each process another.
+    if described.get("module") == "keras.layers":
+        described["config"].pop("seed", None)
+    return described
 
 
 def digest_of_examples(examples: Arrays) -> str:
