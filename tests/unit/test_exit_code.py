@@ -1,5 +1,7 @@
 """The exit code of a script whose call of `fit` has failed."""
 
+import os
+import pty
 import subprocess
 import sys
 
@@ -32,3 +34,14 @@ def test_a_script_ends_with_the_code_of_an_error_that_it_does_not_catch(error: s
         assert done.stderr.count("Traceback") == 1
         kind, _, text = error.partition("('")
         assert f"{kind.removeprefix('errors.')}: {text.removesuffix(chr(39) + ')')}\n" in done.stderr
+
+
+def test_pythons_own_prompt_goes_on_after_an_error() -> None:
+    ours, its = pty.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as screen, os.fdopen(its) as terminal:
+        given = f"{SCRIPT.format(error='errors.FitError(None)').strip()}\nprint(6 * 7)\n\x04"
+        screen.write(given.encode())
+        simple = {**os.environ, "TERM": "dumb"}  # without it newer Pythons draw their prompt with escape sequences
+        done = subprocess.run([sys.executable, "-q"], stdin=terminal, stdout=subprocess.PIPE, env=simple, timeout=60)
+    assert done.returncode == 0
+    assert b"42" in done.stdout.split()

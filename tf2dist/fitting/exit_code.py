@@ -14,7 +14,8 @@ def give_to_script() -> None:
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
-        if isinstance(error, TfDistError):
+        # Python's own prompt calls this hook, too, and it would end with the SystemExit.
+        if isinstance(error, TfDistError) and not hasattr(sys, "ps1"):
             raise SystemExit(error.exit_code)
 
     sys.excepthook = end
