@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,38 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
         ("end", EPOCHS, 10 * EPOCHS),
     ]
+
+
+class AsOfFit(InMemorySource):
+    """Its validation set need not have the weights of the training set."""
+
+    def load(self) -> Splits:
+        return self.splits
+
+
+WEIGHTED = {"none": (), "sum": ("sum",), "kind": ("kind",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("of_train", "of_validation"), [("sum", "kind"), ("none", "sum"), ("sum", "none")])
+def test_two_sets_have_weights_for_different_outputs(
+    of_train: str, of_validation: str, async_loop: Any, publishing: Any, sync_workers: SyncWorkers
+) -> None:
+    def weighted(part: Arrays, names: str) -> Arrays:
+        weights = np.arange(len(part), dtype=np.float32) / 100
+        by_output = {name: weights if name in WEIGHTED[names] else None for name in ("sum", "kind")}
+        return replace(part, sample_weight=by_output if WEIGHTED[names] else None)
+
+    source = source_of("two outputs")
+    assert source.splits.validation
+    train, validation = weighted(source.splits.train, of_train), weighted(source.splits.validation, of_validation)
+    given = AsOfFit(source.make, Splits(train, validation, num_classes=None), source.plan)
+    config, hooks, expected = config_of(BATCH), RecordingHooks(), keras_fit(given)
+    publishing(given.load())
+    loop = async_loop(config, 1, 1, source=given)
+    drive(loop, given, hooks)
+    assert_same((hooks.history(), weights_of(loop.model)), expected)
+    assert_same(sync_workers(train_in_sync, num_workers=1, args=(given, BATCH))[0], expected)
 
 
 @pytest.mark.slow

@@ -111,16 +111,31 @@ def test_one_array_of_weights_applies_to_each_output() -> None:
 
 @pytest.mark.parametrize("weighted", ["train", "validation", "split"])
 def test_sample_weights_of_one_set_do_not_affect_the_other(weighted: str) -> None:
-    """The other set gets weights of 1, which Keras assumes if none are passed."""
     y, weights = NUMBERS[:, 0], np.arange(1.0, N + 1)
     by_class = {int(each): 9.0 for each in y}
     train = training_set(NUMBERS, y, None, None if weighted == "validation" else by_class)
     data = None if weighted == "split" else (NUMBERS, y, weights) if weighted == "validation" else (NUMBERS, y)
     train, validation = validation_set(train, data, 0.25 if weighted == "split" else 0.0, weighted != "validation")
     assert validation is not None
-    assert train.layout == validation.layout
-    assert set(train.sample_weight) == ({1.0} if weighted == "validation" else {9.0})
-    assert set(validation.sample_weight) == (set(weights) if weighted == "validation" else {1.0})
+    if weighted == "validation":
+        assert train.sample_weight is None
+        assert np.array_equal(validation.sample_weight, weights)
+    else:
+        assert set(train.sample_weight) == {9.0}
+        assert validation.sample_weight is None
+
+
+WEIGHTS = np.ones(N, np.float32)
+
+
+@pytest.mark.parametrize("of_train", [None, [WEIGHTS, None]])
+@pytest.mark.parametrize("of_validation", [None, [WEIGHTS, None], [None, WEIGHTS]])
+def test_weights_of_some_outputs_alone(of_train: Any, of_validation: Any) -> None:
+    y = [NUMBERS, NUMBERS]
+    train, validation = validation_set(training_set(NUMBERS, y, of_train, None), (NUMBERS, y, of_validation), 0.0)
+    assert validation is not None
+    for examples, given in ((train, of_train), (validation, of_validation)):
+        assert [each is None for each in examples.sample_weight or ()] == [each is None for each in given or ()]
 
 
 def test_validation_split_takes_the_last_part_of_the_data() -> None:

@@ -9,7 +9,6 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf2dist.cluster.sources import find_place, of_engine
@@ -166,28 +165,16 @@ def validation_set(
     """The training set without its validation part, and the validation set or None.
 
     Args:
-        has_class_weight: whether the weights of the training set are those of classes, which a validation leaves out.
+        has_class_weight: whether the weights of the training set are those of classes, which Keras leaves out of a
+            validation.
     """
     # As in Keras, validation_data takes precedence over validation_split.
     if validation_data is None:
         if not validation_split:
             return train, None
         train, validation = inputs.split_off(train, validation_split)
-        return train, _with_ones(validation, train) if has_class_weight else validation
-    validation = validation_arrays(train.layout, validation_data)
-    if train.sample_weight is None and validation.sample_weight is not None:
-        return _with_ones(train, validation), validation
-    return train, _with_ones(validation, train) if validation.sample_weight is None else validation
-
-
-def _with_ones(examples: Arrays, weighted: Arrays) -> Arrays:
-    """The examples with weights of 1, which change nothing, where others have weights: one graph serves both."""
-
-    def ones(weights: np.ndarray) -> np.ndarray:
-        return np.ones((len(examples), *weights.shape[1:]), weights.dtype)
-
-    weights = weighted.sample_weight
-    return replace(examples, sample_weight=None if weights is None else keras.tree.map_structure(ones, weights))
+        return train, replace(validation, sample_weight=None) if has_class_weight else validation
+    return train, validation_arrays(train.layout, validation_data)
 
 
 def validation_arrays(layout: Layout, validation_data: Any) -> Arrays:
