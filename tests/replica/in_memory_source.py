@@ -27,6 +27,13 @@ class InMemorySource:
         return self.make()
 
 
+class AsOfFit(InMemorySource):
+    """Its validation set need not have the weights of the training set."""
+
+    def load(self) -> Splits:
+        return self.splits
+
+
 @dataclass
 class RecordingHooks(Hooks):
     """Hooks that record their calls, and return the answers that a test has chosen."""

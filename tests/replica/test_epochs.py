@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
+from tests.replica.in_memory_source import AsOfFit, InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config, sync_loop
 from tf2dist.checkpoint.snapshot import Frozen
 from tf2dist.checkpoint.store import NoSaver
@@ -253,13 +253,6 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
         ("end", EPOCHS, 10 * EPOCHS),
     ]
-
-
-class AsOfFit(InMemorySource):
-    """Its validation set need not have the weights of the training set."""
-
-    def load(self) -> Splits:
-        return self.splits
 
 
 WEIGHTED = {"none": (), "sum": ("sum",), "kind": ("kind",)}

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
+from tests.replica.in_memory_source import AsOfFit, RecordingHooks, weights_of
 from tests.replica.test_epochs import BATCH, EPOCHS, SEED, assert_same, config_of, drive, train_in_sync
 from tf2dist.data.splits import Splits
 from tf2dist.fitting.request import training_set, validation_set
@@ -57,11 +57,11 @@ class Table:
         is_number = y.dtype.kind == "f"
         return standardized(x)[order], (standardized(y) if is_number else y)[order]
 
-    def source(self) -> InMemorySource:
+    def source(self) -> AsOfFit:
         examples = training_set(*self.columns(), None, self.class_weight)
         train, validation = validation_set(examples, None, VALIDATION, self.class_weight is not None)
         plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
-        return InMemorySource(self.make, Splits(train, validation, num_classes=None), plan)
+        return AsOfFit(self.make, Splits(train, validation, num_classes=None), plan)
 
 
 def standardized(columns: np.ndarray) -> np.ndarray:
