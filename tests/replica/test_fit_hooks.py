@@ -407,6 +407,24 @@ def test_hooks_that_want_every_batch_are_told_of(
     assert text.startswith(f"callbacks: {name} has hooks of batches, ") if is_told else text == ""
 
 
+def test_a_line_of_keras_has_the_steps_of_an_epoch_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with_hook = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    callbacks = Callbacks([with_hook], Mirror(model), EpochPlan(epochs=3), 2, None)
+    callbacks.begin(0, {}, (), 0, {})
+    callbacks.after_epoch(0, {"loss": 0.5}, {}, (), 3)  # before a pause for the batch hooks was granted
+    callbacks.pause({}, {}, (), 5)
+    callbacks.after_epoch(1, {"loss": 0.25}, {}, (), 7)
+    callbacks.after_epoch(2, {"loss": 0.125}, {}, (), 9)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert [(line.split()[0], line.split()[-1]) for line in lines] == [
+        ("3/3", "0.5000"),
+        ("4/4", "0.2500"),
+        ("2/2", "0.1250"),
+    ]
+
+
 def test_an_error_of_the_run_reaches_the_caller(tmp_path: Path) -> None:
     def script(leader: Leader) -> None:
         assert threading.current_thread() is not threading.main_thread()

@@ -209,7 +209,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Any, mirror: Mirror, plan: EpochPlan, verbose: int, steps: int | None) -> None:
-        self._mirror, self._plan = mirror, plan
+        self._mirror, self._plan, self._steps = mirror, plan, steps
         # The live progress of verbose=1 is the console's; Keras's own bar would mix with it.
         shows = verbose == 2
         self._list = keras.callbacks.CallbackList(
@@ -231,6 +231,7 @@ class Callbacks:
         self._epoch, self._begun = plan.initial_epoch, -1
         self._ended_with: NamedArrays = {}  # the state in the checkpoint of a run that had ended, until more is trained
         self._step = 0  # the global step after which hooks were called last
+        self._begun_at = 0  # the global step before the epoch, or at which this process has joined it
         self._logs: dict[str, Any] = {}
         self._not_finite: dict[str, Any] = {}
 
@@ -320,7 +321,7 @@ class Callbacks:
                     "change them in on_epoch_begin or on_epoch_end"
                 )
             self._list.on_test_end(validation)
-        self._list.on_epoch_end(epoch, self._logs)
+        self._end_epoch(step)
         stop = self.wants_to_stop
         if not stop:
             self._begin_epoch(epoch + 1)
@@ -360,7 +361,7 @@ class Callbacks:
         of_training = {name: value for name, value in logs.items() if not name.startswith("val_")}
         self.call_batch_hooks(step, {**of_training, "loss": math.nan})
         self._logs = logs
-        self._list.on_epoch_end(self._epoch, self._logs)
+        self._end_epoch(step)
         self.end()
 
     def after_last_step(self, arrays: NamedArrays, learning_rates: tuple[float, ...], step: int) -> CallbackEffects:
@@ -383,7 +384,15 @@ class Callbacks:
     def _begin_epoch(self, epoch: int) -> None:
         if epoch < self._plan.epochs:
             self._epoch = self._begun = epoch
+            self._begun_at = self._step
             self._list.on_epoch_begin(epoch)
+
+    def _end_epoch(self, step: int) -> None:
+        for callback in self._list.callbacks:
+            if isinstance(callback, keras.callbacks.ProgbarLogger) and self._steps is None:
+                # It counts by its batch hook, which is not called for every step here, and in the first epoch alone.
+                callback.seen, callback.target = step - self._begun_at, None
+        self._list.on_epoch_end(self._epoch, self._logs)
 
     def _effects(self, stop: bool = False) -> CallbackEffects:
         """Changes that callbacks have made since the cluster's variables were copied into the mirror."""
