@@ -175,6 +175,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such option": ({"options": {"checkpoint.often": 1}}, "checkpoint.often"),
     "a wrong value of an option": ({"options": {"checkpoint.keep": 0}}, "checkpoint.keep (0)"),
     "a text of options": ({"options": "seed=1"}, "options (seed=1): must be a list or a dict"),
+    "a number of options": ({"options": 5}, "options (5): must be a list or a dict"),
+    "run_dir": ({"run_dir": 5}, "run_dir: is an int; give the path of a directory"),
     "callbacks": ({"callbacks": [print]}, "callbacks: has a builtin_function_or_method"),
     "a hook of validation batches": (
         {"callbacks": [LooksAtValidationBatches()]},
@@ -416,6 +418,10 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
     ),
     "run_dir": ({"run_dir": Path("given")}, lambda config, _: Path(config.run_dir).name == "given"),
     "seed": ({"seed": 5}, lambda config, _: config.seed == 5),
+    "numbers of numpy": (
+        dict.fromkeys(["batch_size", "seed"], np.int64(3)) | {"epochs": np.int64(7), "initial_epoch": np.int32(3)},
+        lambda config, job: (config.seed, config.train.batch_size_per_worker, job["plan"].epochs) == (3, 3, 7),
+    ),
     "options": ({"options": {"checkpoint.every_secs": 60}}, lambda config, _: config.checkpoint.every_secs == 60),
     "options list": ({"options": ["checkpoint.keep=1"]}, lambda config, _: config.checkpoint.keep == 1),
     "steps_per_execution": (

@@ -149,6 +149,8 @@ def _for_each_output(y: Tree, weights: Tree) -> Tree:
 
 def _of_classes(y: Tree, class_weight: Mapping[int, float]) -> np.ndarray:
     """A weight for each example: that of its class, or 1 for a class without one."""
+    if not isinstance(class_weight, Mapping):
+        raise FitError(f"class_weight: is {kind_of(class_weight)}; give a dict of classes, such as {{0: 1.0, 1: 2.5}}")
     if keras.tree.is_nested(y) or y is None:
         raise FitError("class_weight: is for a model with a single output; give sample_weight")
     classes = y
@@ -159,6 +161,8 @@ def _of_classes(y: Tree, class_weight: Mapping[int, float]) -> np.ndarray:
         raise FitError(
             f"class_weight: y is {list(y.shape)}, but must be [n], [n, 1] or [n, classes]; give sample_weight instead"
         )
+    if classes.dtype.kind == "S":
+        raise FitError("class_weight: y is text, but must be the numbers of classes; give sample_weight instead")
     # One look-up in the dict for each class instead of one for each example.
     labels, indices = np.unique(np.round(classes).astype(np.int32), return_inverse=True)
     weights = np.array([class_weight.get(int(label), 1.0) for label in labels], keras.config.floatx())

@@ -92,8 +92,7 @@ def predict(
     started_at = time.time()
     give_to_script()
     shipping.check_caller("predict")
-    refusals.check_numbers(batch_size=batch_size)
-    batch_size = batch_size or inputs.DEFAULT_BATCH_SIZE
+    batch_size = refusals.check_numbers(batch_size=batch_size)["batch_size"] or inputs.DEFAULT_BATCH_SIZE
     config, place = configuration(cluster, run_dir, options)
     level = refusals.check_verbose(verbose)
     console = console_of(level)

@@ -33,12 +33,18 @@ def check_mode(mode: Any) -> str:
     return str(mode)
 
 
-def check_numbers(**values: Any) -> None:
-    """Refuses values that are neither whole numbers of at least 1 nor None."""
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number of Python or of numpy."""
+    # Python's bool is an int, and True for a number is a mistake.
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_numbers(**values: Any) -> dict[str, Any]:
+    """The values as Python's own numbers; refuses those that are neither whole numbers of at least 1 nor None."""
     for name, value in values.items():
-        # Python's bool is an int, and True for a number is a mistake.
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (not is_whole(value) or value < 1):
             raise FitError(f"{name} ({value}): must be a whole number of at least 1")
+    return {name: None if value is None else int(value) for name, value in values.items()}
 
 
 def check_data(x: Any, name: str, ways: str = "arrays") -> None:
@@ -146,8 +152,8 @@ def is_own_hook(callback: keras.callbacks.Callback, name: str) -> bool:
 
 def check_validation_freq(freq: Any) -> int | tuple[int, ...]:
     """The number of epochs between validations, or the epochs with one, counted from 1."""
-    if isinstance(freq, list | tuple | set | range) and all(isinstance(epoch, int) for epoch in freq):
-        return tuple(sorted(freq))
+    if isinstance(freq, list | tuple | set | range) and all(map(is_whole, freq)):
+        return tuple(sorted(map(int, freq)))
     check_numbers(validation_freq=freq)
     if freq is None:
         raise FitError("validation_freq (None): must be a whole number of at least 1, or a list of epochs")
@@ -174,7 +180,7 @@ def check_verbose(verbose: Any) -> int:
 def overrides_of(options: Mapping[str, Any] | Sequence[str] | None) -> list[str]:
     """The options as on the command line, such as "train.steps_per_execution=10"."""
     # A string is a sequence too, of letters.
-    if isinstance(options, str):
+    if isinstance(options, str) or not isinstance(options, Iterable | None):
         raise FitError(f"options ({options}): must be a list or a dict, such as {{'checkpoint.every_secs': 60}}")
     if isinstance(options, Mapping):
         overrides = [f"{name}={_text(value)}" for name, value in options.items()]

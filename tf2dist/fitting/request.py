@@ -92,14 +92,16 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 
 def checked(arguments: FitArguments) -> FitArguments:
     """The arguments, as far as each can be checked by itself."""
-    refusals.check_numbers(**{name: getattr(arguments, name) for name in NUMBERS})
-    if arguments.epochs is None:  # of the others None is the default
+    numbers = refusals.check_numbers(**{name: getattr(arguments, name) for name in NUMBERS})
+    epochs, first, seed = numbers["epochs"], arguments.initial_epoch, arguments.seed
+    if epochs is None:  # of the others None is the default
         raise FitError("epochs (None): must be a whole number of at least 1")
-    # Python's bool is an int, and `initial_epoch=True` is a mistake.
-    first, epochs = arguments.initial_epoch, arguments.epochs
-    if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < epochs:
+    if not refusals.is_whole(first) or not 0 <= first < epochs:
         raise FitError(f"initial_epoch ({first}): must be a whole number from 0 to {epochs - 1}")
-    return replace(arguments, **{name: check(getattr(arguments, name)) for name, check in CHECKS.items()})
+    if not refusals.is_whole(seed):
+        raise FitError(f"seed ({seed}): must be a whole number")
+    others = {name: check(getattr(arguments, name)) for name, check in CHECKS.items()}
+    return replace(arguments, initial_epoch=int(first), seed=int(seed), **numbers, **others)
 
 
 def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tuple[Splits, EpochPlan]:
@@ -254,8 +256,8 @@ def configuration(
     """
     if cluster is not None and not isinstance(cluster, Local):
         raise FitError(f"cluster: is {kind_of(cluster)}; give tf2dist.Local(workers=3, ps=1), or set TF_CONFIG")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise FitError(f"seed ({seed}): must be a whole number")
+    if not isinstance(run_dir, str | os.PathLike | None):
+        raise FitError(f"run_dir: is {kind_of(run_dir)}; give the path of a directory")
     tf_config = os.environ.get("TF_CONFIG")
     arguments = [f"mode={mode}", f"seed={seed}", *job]
     is_known = tf_config or any(option.startswith("cluster=") for option in job)
