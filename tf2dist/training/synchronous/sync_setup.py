@@ -233,7 +233,10 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
         feed = ArrayFeed(workers, splits.train, plan.sharding, origin.begin)
     graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, Stragglers(config))
     graphs.restore(plan.start.arrays if plan.start else {})
-    at_once = chunk_size(plan.sharding.batch_size, step, source.plan)
+    # A GPU has the memory for its part of a worker's batch; what depends on the batches needs whole ones, as in Keras.
+    at_once = chunk_size(
+        config.train.batch_size_per_worker if step.depends_on_batches else batch_size, step, source.plan
+    )
     return SyncRun(
         plan=plan,
         step=step,
