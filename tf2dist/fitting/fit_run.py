@@ -289,12 +289,12 @@ class FitRun:
         self.console.note(f"TerminateOnNaN ended the run: {failure}")
         return Path(self.config.run_dir or ""), {}
 
-    def _session(self, job: Path, callbacks: Callbacks | None) -> FitSession[FolderAndSummary]:
+    def _session(self, job: Path, callbacks: Callbacks | None) -> FitSession:
         identity = identity_of(self.splits, self.plan)
         sys_path = [entry for entry in sys.path if isinstance(entry, str)]
         return FitSession(job, identity, sys_path, callbacks, self.plan.epochs)
 
-    def _run_tasks(self, session: FitSession[FolderAndSummary]) -> FolderAndSummary:
+    def _run_tasks(self, session: FitSession) -> FolderAndSummary:
         self._warn_of_repeated_data(self.console)
         try:
             folder, summary = run_tasks(self.config, self.place, self.console, self.started_at, session)
@@ -330,7 +330,7 @@ def finished_model(
 
 
 def run_tasks(
-    config: RunConfig, place: Place, console: Console, started_at: float, session: FitSession[FolderAndSummary]
+    config: RunConfig, place: Place, console: Console, started_at: float, session: FitSession
 ) -> FolderAndSummary:
     """Runs the tasks of this host to their end."""
     check_size(config, place.cluster)

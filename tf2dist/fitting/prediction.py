@@ -114,7 +114,7 @@ def predict(
         ranges = resume_or_create(Path(config.run_dir), identity, examples, place)
         if not ranges.is_complete():
             sys_path = [entry for entry in sys.path if isinstance(entry, str)]
-            session: FitSession[Any] = FitSession(job, identity, sys_path, None, 0)
+            session = FitSession(job, identity, sys_path, None, 0)
             try:
                 run_tasks(config, place, console, started_at, session)
             except TaskFailure as failure:

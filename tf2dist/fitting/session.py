@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def _signal_of(error: BaseException) -> signal.Signals:
     return signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
 
 
-class FitSession(Generic[T]):
+class FitSession:
     """The caller's side of one run; see `launch.host_run.Session`.
 
     The thread of the run puts the leader's messages into a queue. The caller's thread takes them out and calls the
@@ -59,7 +59,7 @@ class FitSession(Generic[T]):
         self._messages: queue.SimpleQueue[SessionMessage | None] = queue.SimpleQueue()
         self._send: Send = lambda message: None
         self._is_pause_requested = False
-        self._result: list[T] = []
+        self._result: list[Any] = []
         self._error: BaseException | None = None
         self._is_program_ending = False
         # Written before the answer that ends the run, and read when the leader calls for the end.
@@ -81,7 +81,7 @@ class FitSession(Generic[T]):
             self._console.note(self._end)
         self._messages.put(message)
 
-    def _run(self, run: Callable[[StopRequest], T]) -> None:
+    def _run(self, run: Callable[[StopRequest], Any]) -> None:
         try:
             self._result.append(run(self._stop))
         except BaseException as error:
@@ -127,7 +127,8 @@ class FitSession(Generic[T]):
         thread.join()
         if self._error:
             raise self._error
-        return self._result[0]
+        result: T = self._result[0]
+        return result
 
     @staticmethod
     def _tell(error: BaseException, text: str) -> None:

@@ -9,7 +9,8 @@ from tf2dist.errors import ConfigError, kind_of, reason_of
 from tf2dist.tf_internals import MultiOptimizer, choose_by_path, counter_of, groups_of, inner_optimizers
 
 AROUND_OTHERS = (MultiOptimizer, keras.optimizers.LossScaleOptimizer)
-PLAIN = (bool, int, float, str, type(None))  # the types of an optimizer's settings, other than a schedule
+# The types of an optimizer's settings, other than a schedule, and of attributes in which a step could count in Python.
+PLAIN = (bool, int, float, str, type(None))
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from tf2dist.data.arrays import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, naming, reason_of, users_location
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
-from tf2dist.model.optimizer_checks import prepare_choice
+from tf2dist.model.optimizer_checks import PLAIN, prepare_choice
 from tf2dist.model.recurrence import reached_from
 from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
 from tf2dist.model.step import Mapping, Step, StepOutput, Trace, changes, without_padding
@@ -20,7 +20,6 @@ from tf2dist.model.tables import TableLookups
 from tf2dist.tf_internals import MultiOptimizer, counter_of, groups_of, inner_optimizers
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
-PLAIN = (bool, int, float, str, type(None))  # the types of attributes in which a step could count in Python
 # By id of a tensor: it, the metric whose result it is, and its name if the metric has several results.
 Results = dict[int, tuple[Any, keras.metrics.Metric, str]]
 

@@ -54,12 +54,8 @@ class PackedRead:
         self._rest = {name: variables for name, variables in named.items() if name not in read}
         self._wholes = {name: named[name][0].value for keys, _ in self._kept for name, _ in keys}
 
-    def arrays(self) -> Arrays:
-        """The values of all variables by name, in the order of their names in the run."""
-        return self.freeze()()
-
     def freeze(self) -> Callable[[], Arrays]:
-        """Keeps what the variables hold now; the result returns it as `arrays` does, once.
+        """Keeps what the variables hold now; the result returns it by name, once, in the order of the run's names.
 
         It may be called from any thread, and while tasks train: a ps that changes a variable leaves the memory alone
         that somebody still has to read, and takes other memory for the new value. Of a table this would be a copy of
