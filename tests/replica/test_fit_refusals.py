@@ -386,8 +386,8 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
 PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool]]] = {
     "batch_size": ({"batch_size": 5}, lambda config, job: config.train.batch_size_per_worker == 5),
     "no batch_size": (
-        {"batch_size": None, "steps_per_epoch": 10, "cluster": tf2dist.Local(2)},
-        lambda config, job: config.train.batch_size_per_worker == 4,
+        {"batch_size": None, "steps_per_epoch": 10, "cluster": tf2dist.Local(2), "validation_data": (X, Y)},
+        lambda config, job: (config.train.batch_size_per_worker, job["plan"].validation_batch_size) == (4, 32),
     ),
     "epochs": ({"epochs": 7, "initial_epoch": 3}, lambda _, job: job["plan"].epochs == 7),
     "initial_epoch": ({"epochs": 7, "initial_epoch": 3}, lambda _, job: job["plan"].initial_epoch == 3),

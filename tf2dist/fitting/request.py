@@ -120,10 +120,11 @@ def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tup
         first = Shard(0, num_workers, arguments.seed, config.train.batch_size_per_worker)
         validated_on = validation_stream(splits.layout, arguments.validation_data, plan, first)
         splits = StreamedSplits(splits.train, None, None, None, splits.stream, validated_on)
-    # Keras's, too. Without validation_steps None stays: the cluster then validates in batches of whatever size is fast.
-    if plan.validation_steps and not plan.validation_batch_size and (validation := splits.validation):
-        size = inputs.batch_size_of(arguments.batch_size, len(validation), plan.validation_steps, 1)
-        plan = replace(plan, validation_batch_size=size)
+    if not plan.validation_batch_size and (validation := splits.validation):
+        size = inputs.batch_size_of(arguments.batch_size, len(validation), plan.validation_steps, 1)  # Keras's
+        # Otherwise None stays: the cluster validates in batches of that size only if the result depends on it.
+        if plan.validation_steps or size != config.train.batch_size_per_worker:
+            plan = replace(plan, validation_batch_size=size)
     return splits, plan
 
 
