@@ -128,3 +128,11 @@ def test_a_task_announces_its_silence_and_the_end_of_it(monkeypatch: pytest.Monk
         assert heartbeat._deadline > time.monotonic() + 35.0, "the watchdog must wait too"
         raise KeyError
     assert messages == [Silence(30.0, task="worker-0"), Silence(0.0, task="worker-0")]
+
+
+@pytest.mark.parametrize("folder", [heartbeat.PACKAGE, heartbeat.STANDARD])
+def test_a_file_beside_a_package_under_a_similar_name_is_the_users(folder: str) -> None:
+    file = f"{folder.rstrip('/')}_mine.py"
+    names: dict[str, Any] = {"current_function": heartbeat.current_function}
+    exec(compile("def load():\n    return current_function()", file, "exec"), names)
+    assert names["load"]() == (f"load ({file.rpartition('/')[2]}:2)", True)

@@ -21,8 +21,9 @@ from types import FrameType
 from tf2dist.messages import Alive, LongCall, Silence, Stalled, ToLauncher
 from tf2dist.tf_constants import AUTOGRAPH_FILE, CALLS_PYTHON
 
-PACKAGE = str(Path(__file__).parents[1])  # the whole package
-STANDARD = sysconfig.get_path("stdlib")
+# With a slash, since a file of the user's may stand beside the folder under a name that begins like it.
+PACKAGE = f"{Path(__file__).parents[1]}/"  # the whole package
+STANDARD = f"{sysconfig.get_path('stdlib')}/"
 INSTALLED = ("site-packages", "dist-packages")
 
 
