@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError
 from tf2dist.tools.finished import predict_command as predict
+from tf2dist.tools.finished.opening import data_of
+from tf2dist.tools.finished.shell import CommandLine
 from tf2dist.training import finished_model
 from tf2dist.training.finished_model import MODEL_FILE, TEMPORARY, describe, saved_variables, write_model
 
@@ -160,6 +163,19 @@ def test_the_data_of_a_call_of_fit_have_to_be_named(name: str, tmp_path: Path) -
             ConfigError, match=rf"data \({name}\): came with the call of tf2dist.fit, .*; give data=NAME"
         ):
             command.run([str(tmp_path)])
+
+
+def test_options_of_the_data_apply_to_those_of_the_run(tmp_path: Path) -> None:
+    """Not to mnist, the default of a training."""
+    own = DataConfig(name="digits", num_validation=50, offline="fail")
+    (tmp_path / "config.yaml").write_text(RunConfig(data=own).to_yaml())
+    line = CommandLine(tmp_path, [], {}, ["data.num_validation=100"], None, [])
+    name, splits = data_of(line)
+    assert (name, len(splits.validation or ())) == ("digits", 100)
+    name, splits = data_of(replace(line, data=[f"data.dir={tmp_path}"]))
+    assert (name, len(splits.validation or ())) == ("digits", 50), "the run's own number"
+    with pytest.raises(ConfigError, match=r"data\.size: is not an option of data=digits"):
+        data_of(replace(line, data=["+data.size=3"]))
 
 
 def test_refusals_name_the_folder_the_file_or_the_steps(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import keras
 from tf2dist import registry, signals
 from tf2dist.config import decode
 from tf2dist.config.load import load
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data import location
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.loading import load as load_data
@@ -48,24 +48,36 @@ def data_of(line: CommandLine) -> tuple[str, Splits]:
 
     Call `model_of` first, which runs the plugins that may register the data.
     """
-    if line.data:
-        data = load([*line.data, f"plugins=[{','.join(line.plugins)}]"], None).data
+    plugins = f"plugins=[{','.join(line.plugins)}]"
+    if any(option.startswith("data=") for option in line.data):
+        data = load([*line.data, plugins], None).data
     else:
-        config = config_of(line)
-        data = config.data
-        if data.name in registry.DATA_OF_FIT:
-            raise ConfigError(
-                f"data ({data.name}): came with the call of tf2dist.fit, and the run does not keep it; give data=NAME, "
-                "which a file named with plugins=[FILE.py] may register; predict also takes FILE.npy"
-            )
-        if data.name not in registry.DATA:
-            raise ConfigError(
-                f"data ({data.name}): is the run's own code, which is executed only if you name it; give its "
-                f"files with plugins=[{', '.join(config.plugins) or 'FILE.py'}], or give data=NAME"
-            )
+        data = _own_data(line, plugins)
     # Never other data than asked for: a model of MNIST evaluated on the fallback would give figures that mean nothing.
     data = location.resolve(replace(data, offline="fail"), warn)
     return data.name, load_data(data)
+
+
+def _own_data(line: CommandLine, plugins: str) -> DataConfig:
+    """The run's own data, with the options that the command line gives for it."""
+    config = config_of(line)
+    name = config.data.name
+    if name in registry.DATA_OF_FIT:
+        raise ConfigError(
+            f"data ({name}): came with the call of tf2dist.fit, and the run does not keep it; give data=NAME, "
+            "which a file named with plugins=[FILE.py] may register; predict also takes FILE.npy"
+        )
+    if name not in registry.DATA:
+        raise ConfigError(
+            f"data ({name}): is the run's own code, which is executed only if you name it; give its "
+            f"files with plugins=[{', '.join(config.plugins) or 'FILE.py'}], or give data=NAME"
+        )
+    if not line.data:
+        return config.data
+    tree = load([f"data={name}", *line.data, plugins], None).as_tree()["data"]
+    given = {option.partition("=")[0].lstrip("+").removeprefix("data.") for option in line.data}
+    own = config.as_tree()["data"]
+    return decode.to_dataclass(DataConfig, own | {key: tree[key] for key in given})
 
 
 def split_of(name: str, splits: Splits, split: str) -> Arrays:
