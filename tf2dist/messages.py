@@ -12,6 +12,8 @@ and gets one of these, with every field of its declared type, or an error that n
 
 import dataclasses
 import json
+import os
+import socket
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from functools import cache
 from typing import Any
 
 from tf2dist.declared import TreeReader, UndeclaredError
+from tf2dist.errors import TrainingError
 
 NO_METRICS = "no metrics"  # in place of them, where there is none that is a single number
 
@@ -235,6 +238,10 @@ def metrics_text(metrics: dict[str, Any]) -> str:
     return ", ".join(f"{name} {metrics[name]:.4f}" for name in names if isinstance(metrics[name], float)) or NO_METRICS
 
 
+MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB
+IN_FILE = b"in a file"  # the packet of a longer message, which is in a file in memory that comes with it
+
+
 class MessageError(ValueError):
     """A message that may not come."""
 
@@ -266,6 +273,31 @@ def unpack(data: bytes, allowed: Any) -> Any:
         return TreeReader().read(classes[kind], fields, kind)
     except UndeclaredError as error:
         raise MessageError(f"a malformed message ({error})") from None
+
+
+def send(sock: socket.socket, message: Any, flags: int = 0) -> None:
+    """Sends a message, of any length, as one packet. Raises OSError."""
+    data = pack(message)
+    if len(data) <= MAX_PACKET_BYTES:
+        sock.send(data, flags)
+        return
+    # As the result of a metric of many numbers.
+    with open(os.memfd_create("message"), "wb") as file:
+        file.write(data)
+        file.flush()
+        socket.send_fds(sock, [IN_FILE], [file.fileno()], flags)
+
+
+def receive(sock: socket.socket, allowed: Any) -> Any:
+    """The next message, see `unpack`; None at the end of the socket. Raises OSError."""
+    packet, files, flags, _ = socket.recv_fds(sock, MAX_PACKET_BYTES, 1)
+    if flags & socket.MSG_CTRUNC:
+        raise TrainingError("ulimit -n: too many files are open to receive a long message; raise it")
+    for descriptor in files:
+        with open(descriptor, "rb") as file:
+            file.seek(0)  # the sender has written, and shares the position
+            packet = file.read()
+    return unpack(packet, allowed) if packet else None
 
 
 @cache

@@ -1,12 +1,17 @@
 """Packets: a message is decoded to what was encoded, and invalid packets are refused by name."""
 
 import json
+import os
+import socket
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from tf2dist import messages
+from tf2dist.launch.forkserver import poster
 from tf2dist.messages import (
+    MAX_PACKET_BYTES,
     Alive,
     Event,
     LongCall,
@@ -24,6 +29,7 @@ from tf2dist.messages import (
     ToServer,
     Warned,
     pack,
+    receive,
     unpack,
 )
 
@@ -47,6 +53,29 @@ def test_a_message_arrives_unchanged(message: Any) -> None:
     result = unpack(data, Event | ToServer)
     assert result == message
     assert type(result) is type(message)
+
+
+@pytest.mark.parametrize("excess", [0, 1, 10**6])
+def test_a_message_may_be_of_any_length(excess: int) -> None:
+    """Beyond what a packet holds, and beyond what the buffer of the socket holds."""
+    begin, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with begin, end:
+        poster(begin)(Alive())
+        message = Note("x" * (MAX_PACKET_BYTES - len(pack(Note(""))) + excess))
+        poster(begin)(message)
+        poster(begin)(Alive())
+        begin.close()
+        files = len(os.listdir("/proc/self/fd"))
+        assert [receive(end, Event) for _ in range(4)] == [Alive(), message, Alive(), None]
+        assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_the_result_of_a_metric_may_be_a_large_matrix() -> None:
+    result = ResultMessage({"test_confusion": np.random.default_rng(0).random((200, 200)).tolist()})
+    begin, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with begin, end:
+        poster(begin)(result)
+        assert receive(end, Event) == result
 
 
 def of(**fields: Any) -> bytes:

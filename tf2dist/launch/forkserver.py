@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
-from tf2dist.messages import DROPPABLE, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer, pack, unpack
+from tf2dist.messages import DROPPABLE, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer, receive, send
 from tf2dist.tf_constants import AUTOGRAPH_FILE
 
-MAX_PACKET_BYTES = 1 << 17  # a packet must fit into the socket's buffer, by default 208 KiB
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,7 +40,7 @@ def poster(sock: socket.socket) -> Post:
     def post(message: Any) -> None:
         flags = socket.MSG_DONTWAIT if isinstance(message, DROPPABLE) else 0
         with contextlib.suppress(BlockingIOError):
-            sock.send(pack(message), flags)
+            send(sock, message, flags)
 
     return post
 
@@ -193,10 +192,9 @@ def serve(sock: socket.socket, wakeup: int) -> int:
                 os.read(wakeup, 4096)
                 reap(tasks, post)
             if sock.fileno() in ready:
-                packet = sock.recv(MAX_PACKET_BYTES)
-                if not packet:
+                request = receive(sock, ToServer)
+                if request is None:
                     return 0
-                request = unpack(packet, ToServer)
                 if isinstance(request, Forward):
                     inboxes = {task.name: task.inbox for task in tasks.values()}
                     forward(inboxes.get(request.task), request.line)

@@ -31,11 +31,23 @@ from tf2dist.config.schema import DevicesConfig, RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError, TfDistError, TrainingError
 from tf2dist.launch.console import open_standard_descriptors
 from tf2dist.launch.failures import MEMORY_LIMIT, THREAD_LIMIT, OomKills, fork_server_error
-from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.run_dir import log_path, open_log
 from tf2dist.launch.warm_process import ask_for_server
 from tf2dist.linux import child_environment, import_limit
-from tf2dist.messages import Event, Exited, Forward, Packet, Ready, ServerEnded, Start, Started, ToTask, pack, unpack
+from tf2dist.messages import (
+    Event,
+    Exited,
+    Forward,
+    Packet,
+    Ready,
+    ServerEnded,
+    Start,
+    Started,
+    ToTask,
+    pack,
+    receive,
+    send,
+)
 from tf2dist.tf_constants import FAIL_FAST, KERAS_ON_TENSORFLOW, LOG_LEVEL, ONEDNN, PRIMITIVE_MEMORY
 
 SERVER = "forkserver"  # the name of its log
@@ -139,7 +151,7 @@ class Launcher:
         path = None if sys_path is None else tuple(sys_path)
         start = Start(name, target, payload, str(log_path(self.log_dir, name)), path)
         try:
-            self._sock.send(pack(start))
+            send(self._sock, start)
         except OSError:
             self._give_up()
 
@@ -159,13 +171,12 @@ class Launcher:
                 if time.monotonic() >= deadline:
                     return
                 continue
-            packet = b""
+            event: Packet | None = None
             with contextlib.suppress(ConnectionResetError):  # the server ended without reading all that was sent to it
-                packet = self._sock.recv(MAX_PACKET_BYTES)
-            if not packet:
-                self._give_up()
-            event: Packet = unpack(packet, Packet)
+                event = receive(self._sock, Packet)
             match event:
+                case None:
+                    self._give_up()
                 case Ready():
                     self._warm.served(is_ready=True)
                     self._server_pid = event.pid
@@ -228,10 +239,10 @@ class Launcher:
         deadline = time.monotonic() + timeout_secs
         while select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
             with contextlib.suppress(ConnectionResetError):  # said once, before what can still be read
-                packet = self._sock.recv(MAX_PACKET_BYTES)
-                if not packet:
+                event = receive(self._sock, Packet)
+                if event is None:
                     return None
-                if isinstance(event := unpack(packet, Packet), ServerEnded):
+                if isinstance(event, ServerEnded):
                     self._server_pid = 0
                     return event.code
         return None
@@ -243,7 +254,7 @@ class Launcher:
         """
         if name in self.tasks:
             with contextlib.suppress(OSError):  # the server has ended, and `events` will raise that
-                self._sock.send(pack(Forward(name, pack(message).decode())))
+                send(self._sock, Forward(name, pack(message).decode()))
 
     def signal(self, name: str, signum: int, alone: bool = False) -> None:
         """Sends a signal to the task and to what it has started, or to it alone, if it still runs."""

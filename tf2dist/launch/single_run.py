@@ -41,12 +41,12 @@ from tf2dist.launch.console import (
     print_result,
     result_lines,
 )
-from tf2dist.launch.forkserver import MAX_PACKET_BYTES
 from tf2dist.launch.host_run import HostRun, Session
 from tf2dist.launch.host_tasks import run_host
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
 from tf2dist.launch.warm_process import lend
 from tf2dist.linux import allow_open_files, child_environment, code_command
+from tf2dist.messages import MAX_PACKET_BYTES
 from tf2dist.signals import Signals, StopRequest
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files

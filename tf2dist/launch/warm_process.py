@@ -41,7 +41,7 @@ from tf2dist import linux
 from tf2dist.config import load
 from tf2dist.launch import forkserver
 from tf2dist.linux import import_lazily, module_command
-from tf2dist.messages import ServerEnded, pack
+from tf2dist.messages import ServerEnded, send
 from tf2dist.signals import reset_inherited
 
 NUM_DESCRIPTORS = 4
@@ -413,7 +413,7 @@ def report_ends(servers: dict[int, socket.socket]) -> None:
             return
         if sock := servers.pop(pid, None):
             with sock, contextlib.suppress(OSError):
-                sock.send(pack(ServerEnded(os.waitstatus_to_exitcode(status))), socket.MSG_DONTWAIT)
+                send(sock, ServerEnded(os.waitstatus_to_exitcode(status)), socket.MSG_DONTWAIT)
 
 
 def fork_server(descriptors: list[int], not_its_own: list[int]) -> dict[int, socket.socket]:
@@ -434,7 +434,7 @@ def fork_server(descriptors: list[int], not_its_own: list[int]) -> dict[int, soc
         with contextlib.suppress(OSError):
             os.write(log, f"{error}\n".encode())
         with sock, contextlib.suppress(OSError):
-            sock.send(pack(ServerEnded(1)), socket.MSG_DONTWAIT)
+            send(sock, ServerEnded(1), socket.MSG_DONTWAIT)
         return {}
     finally:
         for descriptor in (log, cwd, request):
