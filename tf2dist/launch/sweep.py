@@ -31,10 +31,10 @@ MAX_NAMED = 8
 
 
 class JobsFailed(TfDistError):
-    """Some jobs of a sweep failed; the exit code is that of the first of them."""
+    """Some jobs of a sweep failed or were stopped; the exit code is that of the first of them."""
 
     def __init__(self, rows: "list[Row]", folder: Path) -> None:
-        failed = [row for row in rows if row.state == "failed"]
+        failed = [row for row in rows if row.has_failed]
         listed = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed[:MAX_NAMED])
         listed += ", ..." if len(failed) > MAX_NAMED else ""
         super().__init__(
@@ -71,7 +71,7 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, si
     if number:
         raise Interrupted(number, f"; the same command with {OPTION}={folder} goes on")
     rows = read_rows(folder)
-    if any(row.state == "failed" for row in rows):
+    if any(row.has_failed for row in rows):
         raise JobsFailed(rows, folder)
 
 
@@ -97,7 +97,7 @@ def launch(
     except KeyboardInterrupt as stop:
         number = stop.args[0] if stop.args else signals.signum
     except Exception as error:  # of a launcher or a sweeper
-        if not any(row.state == "failed" for row in read_rows(folder)):
+        if not any(row.has_failed for row in read_rows(folder)):
             raise ConfigError(f"--multirun: {hydra_message(error)}") from error
         Console().warn(f"the sweeper gave up: {hydra_message(error)}")
     Callbacks(composed).on_multirun_end(config=composed, config_name=name)  # Hydra itself calls it only without errors

@@ -63,6 +63,11 @@ class Row:
         self.state, self.exit_code = "stopped" if exit_code in SIGNALLED else "failed", exit_code
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has ended and is not done; a signal may have stopped it alone, in a process of its own."""
+        return self.state in ("failed", "stopped")
+
+    @property
     def outcome(self) -> str:
         return f"failed ({self.exit_code})" if self.state == "failed" else self.state
 
