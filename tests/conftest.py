@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -323,6 +324,15 @@ def _same_environment() -> Iterator[None]:
     yield
     now = {**os.environ, "PYTEST_CURRENT_TEST": ""}
     assert {name: now.get(name) for name in before} == before
+
+
+@pytest.fixture
+def many_files() -> Iterator[int]:
+    """A number that a descriptor may have now, too high for `select.select`."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert linux.allow_open_files(2000) == 2000, "the hard limit of ulimit -n is lower"
+    yield 1100
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture

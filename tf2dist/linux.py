@@ -17,9 +17,11 @@ import importlib.machinery
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import resource
+import select
 import signal
 import socket
 import struct
@@ -94,6 +96,21 @@ def allow_open_files(number: int) -> int:
         limit = number if most == resource.RLIM_INFINITY else min(number, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     return min(limit, number) if limit != resource.RLIM_INFINITY else number
+
+
+def poll(*descriptors: int, secs: float | None = None, event: int = select.POLLIN) -> list[int]:
+    """Waits until some of the descriptors can be read, or are at their end, and returns these.
+
+    Unlike `select.select` it takes numbers from 1,024 on, as a process with many tasks or files has them.
+
+    Args:
+        secs: how long to wait at most; None for ever.
+        event: what to wait for instead, such as `select.POLLOUT`.
+    """
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, event)
+    return [descriptor for descriptor, _ in poller.poll(None if secs is None else math.ceil(1000 * secs))]
 
 
 def keep_freed_memory() -> None:

@@ -18,6 +18,7 @@ from tests.conftest import REPOSITORY
 from tf2dist.errors import TaskLostError
 from tf2dist.launch import launcher as launcher_module
 from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.warm_process import end_warm_process
 from tf2dist.messages import Exited, PeerGone, Ready, ResultMessage
 
 Message = TypeVar("Message")
@@ -216,6 +217,7 @@ def test_a_launcher_that_is_killed_during_the_import_leaves_no_process(tmp_path:
     code = f"""
 import pathlib, time
 from tf2dist.launch.launcher import Launcher
+from tf2dist.launch.warm_process import end_warm_process
 with Launcher(pathlib.Path({str(tmp_path)!r}), preload=("slow",)) as launcher:
     while not {at_once} and not pathlib.Path({str(tmp_path / "slow.py.mark")!r}).exists():
         time.sleep(0.01)
@@ -263,3 +265,20 @@ def test_ports_are_all_different(tmp_path: Path) -> None:
     with make(tmp_path) as launcher:
         wait_for(launcher, Ready)
         assert len(set(launcher.ports)) == len(launcher.ports) >= 32
+
+
+def test_a_launcher_in_a_process_with_many_open_files(tmp_path: Path, many_files: int) -> None:
+    """As one with many tasks, or a program that calls `fit`."""
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while held[-1] < many_files:
+            held.append(os.dup(held[0]))
+        end_warm_process()
+        with make(tmp_path) as launcher:
+            start(launcher, "worker-0", "hear")
+            said(launcher)
+            launcher.send_to_task("worker-0", PeerGone("it"))
+            assert said(launcher) == {"heard": "it"}
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

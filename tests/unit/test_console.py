@@ -297,3 +297,12 @@ def test_a_terminal_that_stalls_blocks_nothing() -> None:
 )
 def test_what_a_step_is(mode: str, num_batches: int, batch_size: int | None, line: str) -> None:
     assert step_line(mode, num_batches, batch_size) == line
+
+
+def test_a_stream_with_a_high_number(many_files: int) -> None:
+    read_end, write_end = os.pipe()
+    high = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, many_files)
+    os.close(write_end)
+    with os.fdopen(high, "w") as stream:
+        Console(stream).note("a line")
+    assert all_of(read_end) == "a line\n"

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self, TextIO, cast
 
 from tf2dist.errors import brief_reason, printable
+from tf2dist.linux import poll
 from tf2dist.messages import ProgressMessage, metrics_text
 
 CHUNK_BYTES = 4096  # a pipe that is ready accepts this many without blocking
@@ -24,7 +25,7 @@ MAX_PENDING_BYTES = 1 << 16
 class Unblocked(io.TextIOBase):
     """Writes what the stream accepts, keeps up to `MAX_PENDING_BYTES` for later, and drops the rest.
 
-    Other processes may share the descriptor, so it is not made non-blocking; `select` is asked before each write.
+    Other processes may share the descriptor, so it is not made non-blocking; `poll` is asked before each write.
     A write to a terminal can block even then, so a terminal is opened a second time, for writes that do not.
     """
 
@@ -71,7 +72,7 @@ class Unblocked(io.TextIOBase):
     def _write_pending(self, wait_secs: float) -> None:
         assert self._number is not None
         with _never_waiting(self._number) as number:
-            while self._pending and select.select([], [number], [], wait_secs)[1]:
+            while self._pending and poll(number, secs=wait_secs, event=select.POLLOUT):
                 try:
                     written = os.write(number, self._pending[:CHUNK_BYTES])
                 except BlockingIOError:

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import select
 import signal
 import socket
 import sys
@@ -187,11 +186,11 @@ def serve(sock: socket.socket, wakeup: int) -> int:
     tasks: dict[int, Forked] = {}
     try:
         while True:
-            ready, _, _ = select.select([sock.fileno(), wakeup], [], [])
-            if wakeup in ready:
+            readable = linux.poll(sock.fileno(), wakeup)
+            if wakeup in readable:
                 os.read(wakeup, 4096)
                 reap(tasks, post)
-            if sock.fileno() in ready:
+            if sock.fileno() in readable:
                 request = receive(sock, ToServer)
                 if request is None:
                     return 0

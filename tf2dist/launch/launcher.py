@@ -15,7 +15,6 @@ import io
 import itertools
 import os
 import platform
-import select
 import signal
 import socket
 import tempfile
@@ -33,7 +32,7 @@ from tf2dist.launch.console import open_standard_descriptors
 from tf2dist.launch.failures import MEMORY_LIMIT, THREAD_LIMIT, OomKills, fork_server_error
 from tf2dist.launch.run_dir import log_path, open_log
 from tf2dist.launch.warm_process import ask_for_server
-from tf2dist.linux import child_environment, import_limit
+from tf2dist.linux import child_environment, import_limit, poll
 from tf2dist.messages import (
     Event,
     Exited,
@@ -165,7 +164,7 @@ class Launcher:
         deadline = time.monotonic() + timeout_secs
         while True:
             remaining = max(0.0, deadline - time.monotonic())
-            if not select.select([self._sock], [], [], min(remaining, SERVER_CHECK_SECS))[0]:
+            if not poll(self._sock.fileno(), secs=min(remaining, SERVER_CHECK_SECS)):
                 if not self._server_runs():
                     self._give_up()
                 if time.monotonic() >= deadline:
@@ -237,7 +236,7 @@ class Launcher:
     def _code_of_server(self, timeout_secs: float) -> int | None:
         """Waits for the end of the fork server; returns its exit code, None without one."""
         deadline = time.monotonic() + timeout_secs
-        while select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while poll(self._sock.fileno(), secs=max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(ConnectionResetError):  # said once, before what can still be read
                 event = receive(self._sock, Packet)
                 if event is None:

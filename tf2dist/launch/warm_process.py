@@ -23,7 +23,6 @@ import importlib
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import stat
@@ -40,7 +39,7 @@ from typing import Any, NoReturn
 from tf2dist import linux
 from tf2dist.config import load
 from tf2dist.launch import forkserver
-from tf2dist.linux import import_lazily, module_command
+from tf2dist.linux import import_lazily, module_command, poll
 from tf2dist.messages import ServerEnded, send
 from tf2dist.signals import reset_inherited
 
@@ -193,9 +192,7 @@ class LentProcess:
         self._pidfd = os.pidfd_open(self.pid)
 
     def _check_open(self) -> None:
-        poll = select.poll()
-        poll.register(self._control, 0)  # tells in any case whether the other end is closed
-        if poll.poll(0):
+        if poll(self._control.fileno(), secs=0.0, event=0):  # tells in any case whether the other end is closed
             raise OSError(errno.EPIPE, "the warm process has ended")
 
     def ask(self, serve: Serve, server_sock: socket.socket, log: int) -> None:
@@ -205,7 +202,7 @@ class LentProcess:
 
     def has_ended(self) -> bool:
         # Not whether the socket is closed: what was asked before its owner closed it is still served.
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+        return bool(poll(self._pidfd, secs=0.0))
 
     def exit_code(self, timeout_secs: float = 0.0) -> None:
         """No exit code, which only its parent gets."""
@@ -386,8 +383,8 @@ def serve_requests(control: socket.socket, pipe: tuple[int, int], parent_pid: in
     servers: dict[int, socket.socket] = {}  # by process id the socket to its launcher
     is_open, (wakeup, _) = True, pipe
     while is_open or servers:
-        ready, _, _ = select.select([wakeup, control.fileno()] if is_open else [wakeup], [], [])
-        if wakeup in ready:
+        readable = poll(wakeup, *([control.fileno()] if is_open else []))
+        if wakeup in readable:
             os.read(wakeup, 4096)
             report_ends(servers)
             if os.getppid() != parent_pid:
@@ -396,7 +393,7 @@ def serve_requests(control: socket.socket, pipe: tuple[int, int], parent_pid: in
                     with contextlib.suppress(OSError):  # a process that the launcher has forked may have the other end
                         sock.shutdown(socket.SHUT_RD)
                     os.kill(pid, signal.SIGCONT)  # one that is stopped must see that
-        if is_open and control.fileno() in ready:
+        if is_open and control.fileno() in readable:
             packet, descriptors, _, _ = socket.recv_fds(control, 16, NUM_DESCRIPTORS)
             if not packet:
                 is_open = False
