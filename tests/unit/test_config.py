@@ -298,3 +298,18 @@ def test_what_depends_on_the_moment_is_composed_anew(tmp_path: Path, monkeypatch
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         assert load(["run_dir=${hydra:runtime.cwd}/run"], None).run_dir == f"{tmp_path}/{name}/run"
+
+
+@pytest.mark.parametrize("name", ["20260101_120000", "2024_01", "1.50", "1e3", "true", "No", "nan", "007"])
+def test_a_path_that_looks_like_another_value_stays_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `run_dir=$(date +%Y%m%d_%H%M%S)` does."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = load([f"run_dir={name}", f"data.dir={name}", f"init_from={name}"], None)
+    assert (config.run_dir, config.data.dir, config.init_from) == (name, name, name)
+
+
+def test_null_is_no_path() -> None:
+    assert load(["data.dir=null"], None).data.dir is None

@@ -287,10 +287,18 @@ def prepare_overrides(overrides: list[str], tf_config: str | None) -> list[str]:
 
 
 def quoted(override: str) -> str:
-    """The override, with a path in quotes where Hydra's grammar cannot read it without."""
+    """The override, with a path in quotes where Hydra's grammar cannot read it without, or takes it for a number."""
     key, _, value = override.partition("=")
-    if key not in TEXTS or not value or _is_readable(override):
+    if key not in TEXTS or not value:
         return override
+    try:
+        parsed = OverridesParser.create().parse_override(override).value()
+    except ERRORS:
+        pass
+    else:
+        # Of 20260101_120000 and of 1.50 a number would not keep the form; a bool is an int, too.
+        if key == "plugins" or not isinstance(parsed, int | float):
+            return override
     if key != "plugins":
         return f"{key}={in_quotes(value)}"
     if value[0] + value[-1] != "[]" or any(sign in value[1:-1] for sign in "'\"\\[]{}"):
@@ -300,14 +308,6 @@ def quoted(override: str) -> str:
 
 def in_quotes(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _is_readable(override: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(override)
-    except ERRORS:
-        return False
-    return True
 
 
 def _register_plugins(overrides: list[str]) -> None:
