@@ -172,6 +172,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"cluster": tf2dist.Local(workers=0)}, "workers (0)"),
     "an option of fit": ({"options": {"train.epochs": 3}}, "train.epochs is the argument epochs of fit"),
     "an option of the command": ({"options": ["model=cnn"]}, "model belongs to the command line"),
+    "Hydra's name of run_dir": ({"options": ["hydra.run.dir=x"]}, "options: hydra.run.dir belongs to the command line"),
+    "a launcher of Hydra": ({"options": {"hydra/launcher": "joblib"}}, "hydra/launcher belongs to the command line"),
     "no such option": ({"options": {"checkpoint.often": 1}}, "checkpoint.often"),
     "a wrong value of an option": ({"options": {"checkpoint.keep": 0}}, "checkpoint.keep (0)"),
     "a text of options": ({"options": "seed=1"}, "options (seed=1): must be a list or a dict"),

@@ -63,6 +63,7 @@ def test_a_host_without_the_cluster_can_be_told_to_fail() -> None:
     [
         ("mode=async", r"mode \('sync'\): the job was requested with mode=async; give both the same"),
         ("model=cnn", f"{VARIABLE}: model belongs to the command line"),
+        ("hydra.run.dir=x", f"{VARIABLE}: hydra.run.dir belongs to the command line; .* run_dir"),
         ("seed=1", f"{VARIABLE}: seed is the argument seed of fit"),
         ("run_dir='/a", f"{VARIABLE} .*: cannot be read at '; close the quotes"),
     ],

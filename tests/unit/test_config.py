@@ -311,5 +311,12 @@ def test_a_path_that_looks_like_another_value_stays_as_it_is(
     assert (config.run_dir, config.data.dir, config.init_from) == (name, name, name)
 
 
+def test_the_run_directory_has_another_name() -> None:
+    assert load(["hydra.run.dir=runs/${mode}", "mode=sync"], None).run_dir == "runs/sync"
+    assert load(["hydra.run.dir=20260101_120000"], None).run_dir == "20260101_120000"
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir \(a\): is another name of run_dir, which is b; give one"):
+        load(["hydra.run.dir=a", "run_dir=b"], None)
+
+
 def test_null_is_no_path() -> None:
     assert load(["data.dir=null"], None).data.dir is None

@@ -409,6 +409,15 @@ def test_a_program_of_the_user_gets_the_options(engine: str, capsys: pytest.Capt
     assert load(found, None).run_dir == "/shared/runs/a b"
 
 
+@pytest.mark.parametrize("engine", render.ENGINES)
+def test_a_run_directory_under_the_name_of_hydra_is_the_only_one(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["mode=sync"] if engine in ("kubernetes", "trainjob") else ["mode=async", "cluster.num_ps=2"]
+    words = words_of(engine, rendered(capsys, engine, *options, "hydra.run.dir=/shared/runs/a"))
+    assert load(words[words.index("tf2dist") + 1 :], None).run_dir == "/shared/runs/a"
+
+
 def test_a_program_of_the_user_gets_the_run_directory_of_the_job(tmp_path: Path) -> None:
     words = start(tmp_path, "slurm_command.sh", 0)[1]
     config = load(for_fit.listed(words[2].partition("=")[2]), None)

@@ -56,6 +56,10 @@ def check(overrides: Iterable[str], subject: str, accepted: Collection[str] = ()
         name = name_of(override)
         if name in accepted:
             continue
+        if re.match(r"hydra[./]", name):
+            raise FitError(
+                f"{subject}: {name} belongs to the command line; leave it out, and name a directory by run_dir"
+            )
         if name.partition(".")[0] in COMMAND_LINE_ONLY and name != f"optimizer.{LAZY_ROWS}":
             raise FitError(
                 f"{subject}: {name} belongs to the command line; give fit the model, the data and the settings "

@@ -21,12 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config.checks import check, with_floats
-from tf2dist.config.compose import ConfigSource, groups, hydra_settings, keys, open_hydra, prepare_overrides
+from tf2dist.config.compose import ConfigSource, groups, hydra_settings, keys, open_hydra, prepare_overrides, setting
 from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, first_line, flatten, to_dataclass
 from tf2dist.config.option import rules_of
 from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.files import raising
+from tf2dist.files import is_path, raising
 from tf2dist.tf_constants import KERAS_DEFAULTS, KERAS_HOME
 
 DEFAULTS = KerasConfig(**KERAS_DEFAULTS)
@@ -109,7 +109,9 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
             composed = _composed_before(tuple(ready))
         else:
             composed = hydra.compose_config(source.name, ready, RunMode.RUN)
-        return to_config(composed, tf_config)
+        config = to_config(composed, tf_config)
+        config.run_dir = run_dir_of(composed, config)
+        return config
 
 
 @functools.lru_cache(maxsize=8)
@@ -120,6 +122,22 @@ def _composed_before(overrides: tuple[str, ...]) -> DictConfig:
     """
     with open_hydra(BUILT_IN) as hydra:
         return hydra.compose_config(BUILT_IN.name, list(overrides), RunMode.RUN)
+
+
+def run_dir_of(composed: DictConfig, config: RunConfig) -> str | None:
+    """The directory of a run, which has two names: ours and Hydra's."""
+    if as_written(composed.hydra.run)["dir"] == "${run_dir}":
+        return config.run_dir
+    hydra_dir = setting(composed, "hydra.run.dir")
+    if config.run_dir not in (None, hydra_dir):
+        raise ConfigError(
+            f"hydra.run.dir ({hydra_dir}): is another name of run_dir, which is {config.run_dir}; give one"
+        )
+    if not is_path(hydra_dir):
+        raise ConfigError(
+            f"hydra.run.dir ({hydra_dir}): is not a valid name of a directory; leave it out for the default"
+        )
+    return hydra_dir
 
 
 def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:

@@ -25,13 +25,12 @@ from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait
 from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config import load
-from tf2dist.config.compose import ERRORS, Loader, hydra_message, setting
-from tf2dist.config.decode import as_written
-from tf2dist.config.load import to_config
+from tf2dist.config.compose import ERRORS, Loader, hydra_message
+from tf2dist.config.load import run_dir_of, to_config
 from tf2dist.config.schema import RunConfig
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
-from tf2dist.files import is_path, set_keras_home
+from tf2dist.files import set_keras_home
 from tf2dist.hosts.identity import job_key
 from tf2dist.launch.console import (
     DRAIN_SECS,
@@ -228,22 +227,6 @@ def start_run(
         ) from None
     if code:
         sys.exit(code)
-
-
-def run_dir_of(composed: DictConfig, config: RunConfig) -> str | None:
-    """The directory of a run, which has two names: ours and Hydra's."""
-    if as_written(composed.hydra.run)["dir"] == "${run_dir}":
-        return config.run_dir
-    hydra_dir = setting(composed, "hydra.run.dir")
-    if config.run_dir not in (None, hydra_dir):
-        raise ConfigError(
-            f"hydra.run.dir ({hydra_dir}): is another name of run_dir, which is {config.run_dir}; give one"
-        )
-    if not is_path(hydra_dir):
-        raise ConfigError(
-            f"hydra.run.dir ({hydra_dir}): is not a valid name of a directory; leave it out for the default"
-        )
-    return hydra_dir
 
 
 def checked(composed: DictConfig, environ: Mapping[str, str]) -> tuple[RunConfig, Place]:
