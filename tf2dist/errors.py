@@ -107,9 +107,7 @@ class InstallationError(RequestError):
 
 
 class TrainingError(TfDistError):
-    """The training code failed."""
-
-    exit_code = 1
+    """The training code failed. Exit code 1."""
 
 
 class NotFiniteError(TfDistError):

@@ -31,9 +31,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, defaults, first_line, flatten
+from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, defaults, flatten
 from tf2dist.config.schema import OPTIONS, SECTIONS
-from tf2dist.errors import ConfigError, nearest
+from tf2dist.errors import ConfigError, brief_reason, nearest
 from tf2dist.files import expand
 from tf2dist.linux import process_wide, without_warnings
 
@@ -458,13 +458,13 @@ def setting(composed: DictConfig, name: str) -> str:
         with hydra_settings(composed):
             return str(OmegaConf.select(composed, name))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{name}: cannot be filled in ({first_line(error)})") from None
+        raise ConfigError(f"{name}: cannot be filled in ({brief_reason(error)})") from None
 
 
 def yaml_message(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     location = f"{mark.name}, line {mark.line + 1}" if mark else "a configuration file"
-    return f"{location}: cannot be read ({getattr(error, 'problem', None) or first_line(error)}); correct the file"
+    return f"{location}: cannot be read ({getattr(error, 'problem', None) or brief_reason(error)}); correct the file"
 
 
 def hydra_message(error: Exception) -> str:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.declared import TreeReader, declared, inside
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, brief_reason
 
 T = TypeVar("T")
 DEFAULT_RUN_DIR = "outputs/${now:%Y%m%d_%H%M%S}-${mode}-${model.name}"
@@ -68,7 +68,7 @@ def from_yaml(text: str) -> RunConfig:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"the configuration is not plain YAML: {first_line(error)}") from None
+        raise ConfigError(f"the configuration is not plain YAML: {brief_reason(error)}") from None
     return to_dataclass(RunConfig, tree)
 
 
@@ -97,8 +97,3 @@ def flatten(tree: Any, name: str = "", *, lists: bool = False) -> Iterator[tuple
             yield from flatten(value, f"{name}[{index}]", lists=True)
     else:
         yield name, tree
-
-
-def first_line(error: Exception) -> str:
-    """The message of a library's error, on one line."""
-    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())

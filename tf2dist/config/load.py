@@ -22,10 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config.checks import check, with_floats
 from tf2dist.config.compose import ConfigSource, groups, hydra_settings, keys, open_hydra, prepare_overrides, setting
-from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, first_line, flatten, to_dataclass
+from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, flatten, to_dataclass
 from tf2dist.config.option import rules_of
 from tf2dist.config.schema import KerasConfig, RunConfig
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, brief_reason
 from tf2dist.files import is_path, raising
 from tf2dist.tf_constants import KERAS_DEFAULTS, KERAS_HOME
 
@@ -190,7 +190,7 @@ def _refuse_interpolation(options: DictConfig) -> None:
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True)
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = "it leads back to itself" if isinstance(error, RecursionError) else first_line(error)
+            reason = "it leads back to itself" if isinstance(error, RecursionError) else brief_reason(error)
             raise ConfigError(
                 f"{name} ({text}): cannot be filled in ({reason}); name an option that has a value"
             ) from None

@@ -25,10 +25,10 @@ from tf2dist.data import image_files, location
 from tf2dist.data.known import IMAGES, ImageFiles
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import is_path
+from tf2dist.hosts.identity import PACKAGES
 from tf2dist.linux import child_environment, code_command, import_limit
 from tf2dist.tf_constants import KERAS_ON_TENSORFLOW, LOG_LEVEL, installed_version, tested_versions, untested
 
-PACKAGES = ("tensorflow", "keras", "numpy")
 MEMORY_OF_TENSORFLOW_MB, MEMORY_OF_A_TASK_MB = 600, 250  # measured: 570 once, then 60 and MNIST in each task
 RUN_DIR_MB = 200
 ISOLATION_TIMEOUT_SECS = 20.0
