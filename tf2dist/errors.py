@@ -13,6 +13,7 @@
     |- NotFiniteError                3     the loss or a variable is not finite
     |- TaskLostError               138     a peer or the cluster was lost: worth a retry
     |  `- LeaderLostError          139     the leader is gone, or did not come
+    |- SomeFailed         its first one's   runs of a sweep or a comparison failed
     |- TaskLeft                    143     this task alone ended on SIGTERM, see task.on_term
     `- Interrupted     143, 130 or 129     SIGTERM, Ctrl-C or SIGHUP
 
@@ -148,6 +149,25 @@ class Interrupted(TfDistError):
         super().__init__(f"stopped by {name_of(signum)}{more}")
         self.signum, self.more = signum, more
         self.exit_code = 128 + signum
+
+
+MAX_NAMED = 8
+
+
+class SomeFailed(TfDistError):
+    """Some runs of a command failed, or were stopped; the exit code is that of the first of them.
+
+    Args:
+        failed: the name and the exit code of each of these.
+        total: how many there were, such as "3 jobs".
+        again: the option of the same command that tries them again.
+    """
+
+    def __init__(self, failed: list[tuple[str, int | None]], total: str, again: str) -> None:
+        named = [f"{name} (exit code {code})" for name, code in failed[:MAX_NAMED]]
+        listed = "; ".join([*named, "..."] if len(failed) > MAX_NAMED else named)
+        super().__init__(f"{len(failed)} of {total} failed: {listed}; the same command with {again} tries them again")
+        self.exit_code = failed[0][1] or 1
 
 
 @dataclass(frozen=True)

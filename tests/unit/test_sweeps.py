@@ -11,9 +11,9 @@ from hydra.types import RunMode
 
 from tf2dist.config.compose import ConfigSource, open_hydra, prepare_overrides
 from tf2dist.config.sweeps import Job, jobs_of
-from tf2dist.errors import ConfigError
+from tf2dist.errors import ConfigError, SomeFailed
 from tf2dist.launch.run_dir import finished_summary
-from tf2dist.launch.sweep import JobsFailed, check_same, compared_value, run_sweep, sweep_dir
+from tf2dist.launch.sweep import check_same, compared_value, run_sweep, sweep_dir
 from tf2dist.launch.sweep_report import Failed, Row, as_csv, as_table, read_rows
 from tf2dist.signals import Signals
 
@@ -166,7 +166,7 @@ def test_a_sweep_with_a_job_that_was_stopped_alone_has_failed(tmp_path: Path) ->
     """As by a signal to one process of a launcher."""
     overrides = [*prepare_overrides(["seed=1", f"hydra.sweep.dir={tmp_path}/sweep"], None), "hydra.mode=MULTIRUN"]
     says = r"1 of 1 jobs failed: job 0 \(exit code 143\); the same command with hydra\.sweep\.dir="
-    with open_hydra(NO_FOLDER) as hydra, Signals() as signals, pytest.raises(JobsFailed, match=says) as error:
+    with open_hydra(NO_FOLDER) as hydra, Signals() as signals, pytest.raises(SomeFailed, match=says) as error:
         run_sweep(hydra, NO_FOLDER.name, overrides, lambda job: Failed(128 + signal.SIGTERM), signals)
     assert error.value.exit_code == 143
     assert [row.state for row in read_rows(tmp_path / "sweep")] == ["stopped"]

@@ -18,7 +18,7 @@ from tf2dist.config.compose import hydra_message, in_quotes, setting
 from tf2dist.config.decode import flatten, from_yaml
 from tf2dist.config.schema import RunConfig
 from tf2dist.config.sweeps import Job, is_basic, jobs_of
-from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError
+from tf2dist.errors import ConfigError, Interrupted, RequestError, SomeFailed, TfDistError
 from tf2dist.files import expand, is_path
 from tf2dist.launch.console import Console
 from tf2dist.launch.run_dir import finished_summary, locked
@@ -27,23 +27,6 @@ from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
 from tf2dist.signals import Signals
 
 OPTION = "hydra.sweep.dir"
-MAX_NAMED = 8
-
-
-class JobsFailed(TfDistError):
-    """Some jobs of a sweep failed or were stopped; the exit code is that of the first of them."""
-
-    def __init__(self, rows: "list[Row]", folder: Path) -> None:
-        failed = [row for row in rows if row.has_failed]
-        listed = ", ".join(f"job {row.number} (exit code {row.exit_code})" for row in failed[:MAX_NAMED])
-        listed += ", ..." if len(failed) > MAX_NAMED else ""
-        super().__init__(
-            f"{len(failed)} of {len(rows)} jobs failed: {listed}; "
-            f"the same command with {OPTION}={folder} tries them again"
-        )
-        self.exit_code = failed[0].exit_code or 1
-
-
 RunJob = Callable[[DictConfig], float | Failed | None]
 
 
@@ -55,7 +38,7 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, si
 
     Raises:
         RequestError: the command line is wrong; nothing has been made or run.
-        JobsFailed: at least one of them failed; all have been tried.
+        SomeFailed: at least one of them failed; all have been tried.
         Interrupted: by a signal; the current job has saved and ended in order.
     """
     if os.environ.get("TF_CONFIG"):
@@ -71,8 +54,8 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, si
     if number:
         raise Interrupted(number, f"; the same command with {OPTION}={folder} goes on")
     rows = read_rows(folder)
-    if any(row.has_failed for row in rows):
-        raise JobsFailed(rows, folder)
+    if failed := [(f"job {row.number}", row.exit_code) for row in rows if row.has_failed]:
+        raise SomeFailed(failed, f"{len(rows)} jobs", f"{OPTION}={folder}")
 
 
 def launch(

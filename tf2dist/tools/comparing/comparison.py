@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tf2dist.config.compose import ConfigSource
 from tf2dist.data import location
-from tf2dist.errors import ConfigError, Interrupted, TfDistError, TrainingError
+from tf2dist.errors import ConfigError, Interrupted, SomeFailed, TrainingError
 from tf2dist.files import raising, write_whole
 from tf2dist.launch.console import Console, print_result
 from tf2dist.launch.run_dir import locked
@@ -15,21 +15,6 @@ from tf2dist.tools.comparing.comparison_report import REPORT, report_of
 from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split, with_data
 from tf2dist.tools.comparing.results import results_of
 from tf2dist.tools.comparing.running import OPTION, RunOutcome, earlier_plan, new_folder, prepare_folder, run_all
-
-MAX_NAMED = 4
-
-
-class ComparisonFailed(TfDistError):
-    """Some runs failed; the exit code is that of the first of them."""
-
-    def __init__(self, failed: list[RunOutcome], num_runs: int, folder: Path) -> None:
-        listed = "; ".join(f"{outcome.run} (exit code {outcome.exit_code})" for outcome in failed[:MAX_NAMED])
-        listed += "; ..." if len(failed) > MAX_NAMED else ""
-        super().__init__(
-            f"{len(failed)} of {num_runs} runs failed: {listed}; "
-            f"the same command with {OPTION}={folder} tries them again"
-        )
-        self.exit_code = failed[0].exit_code or 1
 
 
 def compare(arguments: list[str], overrides: list[str], source: ConfigSource, signals: Signals) -> None:
@@ -61,8 +46,8 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
             raise Interrupted(signals.signum, f"; the same command with {OPTION}={folder} goes on") from None
     if headline:
         print_result(f"{headline}\n{folder / REPORT}", console, "the verdict")
-    if failed := [outcome for outcome in outcomes if outcome.state == "failed"]:
-        raise ComparisonFailed(failed, len(outcomes), folder)
+    if failed := [(str(outcome.run), outcome.exit_code) for outcome in outcomes if outcome.state == "failed"]:
+        raise SomeFailed(failed, f"{len(outcomes)} runs", f"{OPTION}={folder}")
 
 
 def _with_resolved_data(
