@@ -5,7 +5,6 @@ import contextlib
 import io
 import os
 import shutil
-import sys
 from typing import NoReturn
 
 from hydra._internal.hydra import Hydra
@@ -17,7 +16,8 @@ from tf2dist import __version__
 from tf2dist.config.compose import ERRORS, hydra_message, open_hydra, prepare_overrides
 from tf2dist.config.flags import parse, source_of
 from tf2dist.config.help import help_text
-from tf2dist.errors import ConfigError, TfDistError
+from tf2dist.errors import ConfigError
+from tf2dist.launch.console import show
 from tf2dist.launch.single_run import run_command, start_run
 from tf2dist.launch.sweep import run_sweep, sweep_job
 from tf2dist.launch.sweep_report import Failed
@@ -89,14 +89,3 @@ def start(hydra: Hydra, args: argparse.Namespace, started_at: float, signals: Si
 def run_job(composed: DictConfig) -> float | Failed | None:
     """Runs one job of a sweep, which Hydra's launcher may do in another process."""
     return sweep_job(composed, draw_training)
-
-
-def show(text: str) -> None:
-    """Prints a text to the standard output; a reader that leaves early is no error."""
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again at its exit
-        if isinstance(error, BrokenPipeError):
-            return
-        raise TfDistError(f"the standard output cannot be written ({error.strerror})") from None

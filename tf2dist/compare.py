@@ -31,7 +31,6 @@ given to those alone. --config-dir and --config-name are as there.
 """
 
 import os
-import sys
 from typing import NoReturn
 
 from tf2dist import signals as handling
@@ -55,12 +54,12 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
     """
     from tf2dist.config.flags import actions_of, parse, source_of
     from tf2dist.errors import ConfigError
-    from tf2dist.launch.console import print_lines
+    from tf2dist.launch.console import show_lines
     from tf2dist.tools.comparing.comparison import compare
 
     args = parse(arguments)
     if args.help:
-        print_lines((__doc__ or "").strip(), sys.stdout)
+        show_lines((__doc__ or "").strip())
         return
     if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
         raise ConfigError(f"{extra_actions[0]}: is not for a comparison; see --help")

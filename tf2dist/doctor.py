@@ -25,12 +25,11 @@ from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, ClusterConfig, RunConfig
 from tf2dist.data import location
-from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line, printable
+from tf2dist.errors import ClusterError, ConfigError, RequestError, TaskLostError, TfDistError, first_line
 from tf2dist.hosts import identity
-from tf2dist.launch import findings
-from tf2dist.launch.console import prepare_streams
+from tf2dist.launch import findings, single_run
+from tf2dist.launch.console import prepare_streams, show_lines
 from tf2dist.launch.findings import Finding
-from tf2dist.launch.single_run import check_simulated
 from tf2dist.signals import reset_inherited
 
 PEERS_TIMEOUT_SECS = 15.0  # for all of them together; a broken name server alone may take as long
@@ -47,37 +46,35 @@ def main(argv: list[str] | None = None) -> NoReturn:
     files.set_keras_home()
     try:
         sys.exit(report(arguments))
-    except BrokenPipeError:
-        # The reader of our output has left. Python flushes the stream again at exit, which must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except TfDistError as error:
+        sys.exit(single_run.report(error))
     except KeyboardInterrupt:
         os._exit(130)  # a thread may be in the look-up of a name, which cannot be cancelled
 
 
 def report(arguments: list[str]) -> int:
-    """Prints the findings for one command line; returns the exit code."""
+    """Prints the findings for one command line; returns the exit code.
+
+    Raises:
+        ConfigError: it cannot be read.
+        TfDistError: the standard output cannot be written.
+    """
     is_json = "--json" in arguments
-    try:
-        args = parse([argument for argument in arguments if argument != "--json"])
-        if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
-            raise ConfigError(f"{extra_actions[0]}: is not for the doctor, which looks at one run; leave it out")
-        source = source_of(args)
-    except ConfigError as error:
-        print(f"tf2dist: error: {printable(str(error))}", file=sys.stderr)
-        return 2
+    args = parse([argument for argument in arguments if argument != "--json"])
+    if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
+        raise ConfigError(f"{extra_actions[0]}: is not for the doctor, which looks at one run; leave it out")
+    source = source_of(args)
     if args.help:
-        print(__doc__)
+        show_lines((__doc__ or "").strip())
         return 0
     findings = []
     for finding in examine(args.overrides, os.environ, source):
         findings.append(finding)
         # Each line is printed at once, since a later check may take a minute; JSON is one array and has to wait.
         if not is_json:
-            # Findings quote names and paths that others have chosen; a terminal would obey control characters in them.
-            print(printable(str(finding)), flush=True)
+            show_lines(str(finding))
     if is_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1), flush=True)
+        show_lines(json.dumps([asdict(finding) for finding in findings], indent=1))
     return 2 if any(finding.level == "fail" for finding in findings) else 0
 
 
@@ -151,7 +148,7 @@ def failures(topic: str, error: TfDistError) -> list[Finding]:
 def stragglers(config: RunConfig, cluster: Cluster) -> Iterator[Finding]:
     """The options simulate.*, against the workers of the cluster; no finding if they fit."""
     try:
-        check_simulated(config, cluster)
+        single_run.check_simulated(config, cluster)
     except ConfigError as error:
         yield from failures("configuration", error)
 

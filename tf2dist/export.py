@@ -12,10 +12,9 @@ it has the weights of that checkpoint, otherwise those that the run has evaluate
 classes of your own needs the files in which they are: plugins=[FILE.py].
 """
 
-import sys
 from typing import NoReturn
 
-from tf2dist.launch.console import print_lines
+from tf2dist.launch.console import show_lines
 from tf2dist.tools.finished import shell
 
 OPTIONS = ("format", "step", "plugins")
@@ -37,7 +36,7 @@ def run(arguments: list[str]) -> None:
     from tf2dist.tools.finished import exporting  # its checks come before TensorFlow, its work after
 
     out = exporting.export(line)
-    print_lines(str(out), sys.stdout)
+    show_lines(str(out))
 
 
 if __name__ == "__main__":

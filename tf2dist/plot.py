@@ -6,11 +6,10 @@ draws it at its end; with this it can be drawn while the run goes on, and after 
 Exit code 0 done, 2 the request is wrong, or there is nothing to draw yet.
 """
 
-import sys
 from typing import NoReturn
 
 from tf2dist.errors import ConfigError, InstallationError, first_line
-from tf2dist.launch.console import print_lines
+from tf2dist.launch.console import show_lines
 from tf2dist.tools.finished import shell
 
 
@@ -40,7 +39,7 @@ def run(arguments: list[str]) -> None:
         raise ConfigError(f"RUN_DIR ({run_dir}): training.png cannot be drawn ({error.strerror})") from None
     if path is None:
         raise ConfigError(f"RUN_DIR ({run_dir}): metrics.jsonl has no numbers; wait for the first steps")
-    print_lines(str(path), sys.stdout)
+    show_lines(str(path))
 
 
 if __name__ == "__main__":

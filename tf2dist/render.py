@@ -49,7 +49,8 @@ from tf2dist.config import for_fit
 from tf2dist.config.flags import actions_of, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS
-from tf2dist.errors import ConfigError, RequestError, nearest
+from tf2dist.errors import ConfigError, TfDistError, nearest
+from tf2dist.launch.console import show, show_lines
 from tf2dist.launch.single_run import report
 from tf2dist.signals import reset_inherited
 from tf2dist.tools.engines import docker_compose, kubernetes, ray, sbatch
@@ -111,9 +112,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     files.set_keras_home()
     try:
         sys.exit(run(sys.argv[1:] if argv is None else argv))
-    except RequestError as error:
+    except TfDistError as error:
         sys.exit(report(error))
-    except (BrokenPipeError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         sys.exit(130)
 
 
@@ -122,17 +123,19 @@ def run(arguments: list[str]) -> int:
 
     Raises:
         RequestError: it is wrong; nothing has been submitted.
+        TfDistError: it cannot be printed; the same.
     """
     own, rest = flags(arguments)
     if own.help or not rest:
-        print((__doc__ or "").strip())
+        show_lines((__doc__ or "").strip())
         return 0
     engine, request = read(own, rest)
     text = engine.render(request)
     if own.out:
         write(text, own.out)
     else:
-        print(text, end="", flush=True)
+        with contextlib.suppress(SystemExit):  # a reader who leaves early still wants the job to be submitted
+            show(text)
     return submit(text, engine, has_files=bool(request.program)) if own.submit else 0
 
 

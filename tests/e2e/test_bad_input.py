@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import COMMAND, Command
+from tests.conftest import Command
 
 WORKER = {"type": "worker", "index": 0}
 ONE_WORKER = json.dumps({"cluster": {"worker": ["a:1"]}, "task": WORKER})
@@ -73,14 +72,6 @@ def test_flags(command: Command, flag: str, words: str) -> None:
     finished = command(flag)
     assert finished.code == 0, finished
     assert words in finished.stdout
-
-
-@pytest.mark.parametrize("flag", ["--help", "--version", "--info"])
-def test_a_full_disk_behind_the_standard_output(tmp_path: Path, flag: str) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        finished = subprocess.run([*COMMAND, flag], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert finished.returncode == 1, finished.stderr
-    assert finished.stderr == "tf2dist: error: the standard output cannot be written (No space left on device)\n"
 
 
 def test_the_configuration_is_shown(command: Command) -> None:

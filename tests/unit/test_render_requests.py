@@ -98,6 +98,18 @@ def test_submitted_is_what_is_printed(
         render.run([engine, SHARED, "--out", str(tmp_path / "kept")])
 
 
+def test_what_nobody_reads_is_submitted_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat > {tmp_path}/submitted\n")
+    (tmp_path / "sbatch").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    reader, without_reader = os.pipe()
+    os.close(reader)
+    with open(without_reader, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert render.run(["slurm", "--submit"]) == 0
+    assert (tmp_path / "submitted").read_text().startswith("#!")
+
+
 def test_without_the_engine_nothing_can_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="there is no sbatch here; use --out FILE"):

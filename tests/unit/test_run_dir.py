@@ -14,11 +14,12 @@ import pytest
 
 from tests.conftest import COMMAND, REPOSITORY
 from tests.unit.scripted import host_run
-from tf2dist import cli
+from tf2dist import cli, compare, doctor, render
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.launch import host_tasks, run_dir, single_run
+from tf2dist.launch.findings import Finding
 from tf2dist.training.writers import JsonlWriter
 
 FOLDERS = ["logs", "checkpoints", "tensorboard"]
@@ -181,6 +182,43 @@ def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
     for flag in ("--help", "--cfg job"):
         completed = run(f"set -o pipefail; (sleep 1; $TF2DIST {flag}) | true; echo $?", tmp_path)
         assert (completed.stdout, completed.stderr) == ("0\n", ""), flag
+
+
+FULL = "tf2dist: error: the standard output cannot be written (No space left on device)\n"
+SHOWN: list[tuple[Callable[[list[str]], None], list[str]]] = [
+    (cli.main, ["--help"]),
+    (cli.main, ["--info"]),
+    (compare.main, ["--help"]),
+    (doctor.main, ["--help"]),
+    (doctor.main, ["mode=up", "--json"]),
+    (render.main, ["--help"]),
+    (render.main, ["slurm"]),
+]
+
+
+@pytest.mark.parametrize(("main", "arguments"), SHOWN)
+def test_a_standard_output_that_cannot_be_written(
+    main: Callable[[list[str]], None],
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda *_: iter([Finding("fail", "mode", "up")]))
+    reader, without_reader = os.pipe()
+    os.close(reader)
+    for file, code, stderr in (("/dev/full", 1, FULL), (without_reader, 0, "")):
+        with open(file, "w", encoding="utf-8") as stdout:
+            monkeypatch.setattr("sys.stdout", stdout)
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+        assert (ended.value.code, capsys.readouterr().err) == (code, stderr)
+
+
+def test_a_command_for_finished_runs_whose_output_cannot_be_written(tmp_path: Path) -> None:
+    full = run("$TF2DIST.plot --help > /dev/full", tmp_path)
+    assert (full.returncode, full.stderr) == (1, FULL)
+    left = run("set -o pipefail; (sleep 0.3; $TF2DIST.plot --help) | true", tmp_path)
+    assert (left.returncode, left.stderr) == (0, "")
 
 
 def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

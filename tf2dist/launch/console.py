@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TextIO, cast
 
-from tf2dist.errors import brief_reason, printable
+from tf2dist.errors import TfDistError, brief_reason, printable
 from tf2dist.linux import poll
 from tf2dist.messages import ProgressMessage, metrics_text
 
@@ -285,23 +285,42 @@ def prepare_streams() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
-def print_lines(text: str, stream: TextIO) -> None:
-    """Prints lines, with control characters spelled out.
+def write_at_once(text: str, stream: TextIO) -> None:
+    """Writes a text.
 
     Raises:
-        OSError: they cannot be written; the stream discards everything from then on.
+        OSError: it cannot be written; the stream discards everything from then on.
     """
     try:
-        print(printable(text), file=stream, flush=True)
+        print(text, end="", file=stream, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python tries again when it exits
         raise
 
 
+def show(text: str) -> None:
+    """Prints a text to the standard output as it is; ends the command without an error if the reader has left.
+
+    Raises:
+        TfDistError: it cannot be written.
+    """
+    try:
+        write_at_once(text, sys.stdout)
+    except BrokenPipeError:
+        sys.exit(0)
+    except OSError as error:
+        raise TfDistError(f"the standard output cannot be written ({brief_reason(error)})") from None
+
+
+def show_lines(text: str) -> None:
+    """Shows lines that may quote what others have written: control characters are spelled out."""
+    show(f"{printable(text)}\n")
+
+
 def print_result(text: str, console: Console, name: str, elsewhere: str = "") -> None:
     """Prints what a command has found, which is no trouble if the reader has left, and a warning on a full disk."""
     try:
-        print_lines(text, sys.stdout)
+        write_at_once(f"{printable(text)}\n", sys.stdout)
     except BrokenPipeError:
         pass
     except OSError as error:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
 from tf2dist.files import raising
-from tf2dist.launch.console import print_lines
+from tf2dist.launch.console import show_lines
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
 from tf2dist.tools.finished.shell import CommandLine
 
@@ -76,8 +75,8 @@ def evaluate(line: CommandLine) -> None:
     results = _results(model, name, arrays)
     width = max(map(len, results), default=0)
     for key, value in results.items():
-        print_lines(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}", sys.stdout)
-    print_lines(f"{len(arrays):,} examples of {name}, {split}", sys.stdout)
+        show_lines(f"{key:{width}}  {np.array2string(np.asarray(value), precision=6)}")
+    show_lines(f"{len(arrays):,} examples of {name}, {split}")
     # After the figures are printed: which metric is not finite may tell the reason.
     if not math.isfinite(results.get("loss", 0.0)):
         raise NotFiniteError(f"the loss is {results['loss']}; look for NaN in the weights and in the data")
@@ -114,7 +113,7 @@ def print_predictions(line: CommandLine) -> None:
 
             x, y, predicted = map(np.ravel, columns)
             path = pictures.draw_regression(line.run_dir, x, y, predicted, truth=splits.truth)
-            print_lines(str(path), sys.stdout)
+            show_lines(str(path))
     else:
         _show(line.run_dir, test, classifier.probabilities(outputs))
 
@@ -145,7 +144,7 @@ def _print(classifier: Classifier | None, outputs: Any, names: list[str]) -> Non
         leaves = [np.asarray(leaf).reshape(len(names), -1) for leaf in keras.tree.flatten(outputs)]
         fields = [[f"{value:.6g}" for value in row] for row in np.concatenate(leaves, axis=1)]
     for values, name in zip(fields, names, strict=True):
-        print_lines("\t".join([*values, name]), sys.stdout)
+        show_lines("\t".join([*values, name]))
 
 
 def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
@@ -161,13 +160,13 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
             "another one with data=NAME"
         )
     counts = tf.math.confusion_matrix(true, predicted, num_classes, dtype=tf.int64).numpy()
-    print_lines(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples", sys.stdout)
+    show_lines(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples")
     if num_classes <= MOST_CLASSES:
-        print_lines(confusion_text(counts), sys.stdout)
-    print_lines(str(pictures.draw_confusion(run_dir, counts)), sys.stdout)
+        show_lines(confusion_text(counts))
+    show_lines(str(pictures.draw_confusion(run_dir, counts)))
     if isinstance(test.x, np.ndarray) and pictures.are_images(test.x):
         path = pictures.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
-        print_lines(str(path), sys.stdout)
+        show_lines(str(path))
 
 
 def class_numbers(labels: np.ndarray) -> np.ndarray:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from tf2dist import signals
-from tf2dist.errors import ConfigError, TfDistError, nearest
+from tf2dist.errors import ConfigError, TfDistError, nearest, printable
 from tf2dist.files import is_folder, is_path, set_keras_home
-from tf2dist.launch.console import prepare_streams, print_lines
+from tf2dist.launch.console import prepare_streams, show_lines, write_at_once
 from tf2dist.linux import import_lazily
 from tf2dist.tf_constants import GPU_GROWTH, KERAS_ON_TENSORFLOW, LOG_LEVEL
 
@@ -122,11 +122,9 @@ def main(work: Callable[[list[str]], None], usage: str) -> NoReturn:
     arguments = sys.argv[1:]
     try:
         if {"--help", "-h"} & set(arguments):
-            print_lines(usage.strip(), sys.stdout)
+            show_lines(usage.strip())
         else:
             work(arguments)
-        code = 0
-    except BrokenPipeError:  # the reader of our output has left, and `print_lines` has closed it
         code = 0
     except TfDistError as error:
         # If nobody can read it any more, the exit code still tells what happened.
@@ -153,7 +151,7 @@ def silence_stderr() -> None:
 def show_status(text: str) -> None:
     """Tells the user what goes on, if anybody reads it."""
     with contextlib.suppress(OSError):
-        print_lines(text, sys.stderr)
+        write_at_once(f"{printable(text)}\n", sys.stderr)
 
 
 def warn(text: str) -> None:
