@@ -152,6 +152,17 @@ def expand(text: str) -> Path | None:
         return None
 
 
+def path_of(name: str, text: str | os.PathLike[str]) -> Path:
+    """`expand`, of a path that the user gives as an argument of this name.
+
+    Raises:
+        ConfigError: there is no such home directory.
+    """
+    if path := expand(os.fspath(text)):
+        return path
+    raise ConfigError(f"{name} ({text}): there is no such home directory; give the path without ~")
+
+
 def set_keras_home() -> None:
     """Sets KERAS_HOME if there is no home directory."""
     # Otherwise Keras would create a folder named ~ in the working directory, and read its settings from there.

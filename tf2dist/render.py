@@ -31,6 +31,7 @@ the number of tasks. Flags of the request itself:
 
 import argparse
 import contextlib
+import functools
 import re
 import shlex
 import shutil
@@ -42,7 +43,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tf2dist import files
+from tf2dist import files, signals
 from tf2dist.cluster.sources import check_workers
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config import for_fit
@@ -52,7 +53,6 @@ from tf2dist.config.schema import OPTIONS
 from tf2dist.errors import ConfigError, TfDistError, nearest
 from tf2dist.launch.console import show, show_lines
 from tf2dist.launch.single_run import report
-from tf2dist.signals import reset_inherited
 from tf2dist.tools.engines import docker_compose, kubernetes, ray, sbatch
 from tf2dist.tools.engines.job_request import JobRequest
 
@@ -108,14 +108,12 @@ ENGINES = {
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Prints one request, and exits: 2 if it is wrong, and with --submit the exit code of the engine's command."""
-    reset_inherited()
+    signals.end_at_once()
     files.set_keras_home()
     try:
         sys.exit(run(sys.argv[1:] if argv is None else argv))
     except TfDistError as error:
         sys.exit(report(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def run(arguments: list[str]) -> int:
@@ -235,11 +233,15 @@ def values(own: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def write(text: str, path: str) -> None:
-    with (
-        files.raising(f"--out ({path}): cannot be written", "name a new file", also=(ValueError,)),
-        Path(path).expanduser().open("x", encoding="utf-8") as file,
-    ):
-        file.write(text)
+    with files.raising(f"--out ({path}): cannot be written", "name a new file", also=(ValueError,)):
+        out = files.path_of("--out", path)
+        file = out.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(text)
+        except (OSError, ValueError):
+            out.unlink()  # or the next try would be refused, as the file is there
+            raise
 
 
 def submit(text: str, engine: Engine, *, has_files: bool) -> int:
@@ -254,11 +256,16 @@ def submit(text: str, engine: Engine, *, has_files: bool) -> int:
     if not engine.in_file:
         return subprocess.run(engine.submit, input=text, text=True, check=False).returncode
     with contextlib.ExitStack() as stack:
-        folder = Path.cwd() if has_files else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        file = stack.enter_context(tempfile.NamedTemporaryFile("w", dir=folder, prefix="tf2dist-", suffix=".py"))
-        file.write(text)
-        file.flush()
-        return subprocess.run([*engine.submit, Path(file.name).name], cwd=folder, check=False).returncode
+        folder = Path.cwd() if has_files else stack.enter_context(signals.temporary_folder())
+        with files.raising(f"--submit ({folder}): no file can be written here", "change to another folder"):
+            number, name = tempfile.mkstemp(dir=folder, prefix="tf2dist-", suffix=".py")
+            stack.enter_context(signals.cleaned_up(functools.partial(Path(name).unlink, missing_ok=True)))
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(text)
+        process = stack.enter_context(subprocess.Popen([*engine.submit, Path(name).name], cwd=folder))
+        # With a signal it ends, too: the file that it hands over is gone then.
+        stack.enter_context(signals.cleaned_up(process.terminate))
+        return process.wait()
 
 
 if __name__ == "__main__":

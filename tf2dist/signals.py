@@ -47,8 +47,8 @@ def end_at_once(descriptor: int = 2) -> None:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        for remove in _removals:
-            remove()
+        for clean_up in _clean_ups:
+            clean_up()
         with contextlib.suppress(OSError, ValueError):
             if select.select([], [descriptor], [], 0)[1]:  # the write must not wait for a reader that stalls
                 os.write(descriptor, f"tf2dist: error: stopped by {name_of(number)}\n".encode())
@@ -60,22 +60,32 @@ def end_at_once(descriptor: int = 2) -> None:
 
 
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A new folder, which is removed at the end of the block, also where `end_at_once` ends the process before."""
+def cleaned_up(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Calls `clean_up` at the end of the block, also where `end_at_once` ends the process before."""
+    _clean_ups.append(clean_up)
+    try:
+        yield
+    finally:
+        clean_up()
+        _clean_ups.remove(clean_up)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path | None = None, prefix: str = "tf2dist-") -> Iterator[Path]:
+    """A new folder, which is removed at the end of the block; see `cleaned_up`.
+
+    Args:
+        parent: None for the system's folder for temporary files.
+    """
     import shutil  # most programs that handle signals have no such folder, and it takes a while
     import tempfile
 
-    folder = Path(tempfile.mkdtemp(prefix="tf2dist-"))
-    remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
-    _removals.append(remove)
-    try:
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+    with cleaned_up(functools.partial(shutil.rmtree, folder, ignore_errors=True)):
         yield folder
-    finally:
-        remove()
-        _removals.remove(remove)
 
 
-_removals: list[Callable[[], None]] = []  # of temporary folders
+_clean_ups: list[Callable[[], None]] = []  # of the blocks of `cleaned_up` that this process is in
 
 
 class StopRequest:

@@ -135,6 +135,45 @@ def test_a_signal_ends_a_command_whose_reader_stalls() -> None:
         process.communicate()
 
 
+def test_a_signal_while_a_job_is_submitted_leaves_no_file(tmp_path: Path) -> None:
+    ray = tmp_path / "bin" / "ray"
+    ray.parent.mkdir()
+    ray.write_text("#!/bin/sh\ntouch started\nexec sleep 60\n")
+    ray.chmod(0o700)
+    command = [sys.executable, "-m", "tf2dist.render", "ray", f"run_dir={tmp_path}/run", "--submit", "--command", "a b"]
+    environment = os.environ | {"PATH": f"{ray.parent}:{os.environ['PATH']}"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_until((tmp_path / "started").exists, process)
+    assert list(tmp_path.glob("tf2dist-*.py"))
+    process.terminate()
+    # The end of the output is also that of the process which submits.
+    assert (process.communicate(timeout=30)[1], process.returncode) == ("tf2dist: error: stopped by SIGTERM\n", 143)
+    assert not list(tmp_path.glob("tf2dist-*.py"))
+
+
+def test_a_signal_while_a_model_is_exported_leaves_no_folder(tmp_path: Path) -> None:
+    """With a model that stands for one of Keras, whose import and export take seconds."""
+    code = """if True:
+        import os, signal, sys, types
+        from tf2dist import signals
+        from tf2dist.tools.finished import exporting, shell
+        class Model:
+            def export(self, path, **settings):
+                path.mkdir()
+                os.kill(os.getpid(), signal.SIGINT)
+        opening = types.SimpleNamespace(model_of=lambda line: Model())
+        sys.modules["tf2dist.tools.finished.opening"] = opening
+        signals.end_at_once()
+        exporting.export(shell.read_command_line(sys.argv[1:], ()))
+    """
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith("tf2dist: error: stopped by Ctrl-C\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 # A job that takes the signals as a run does, or takes none.
 JOBS = {
     "orderly": """

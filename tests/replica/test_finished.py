@@ -181,6 +181,8 @@ def test_options_of_the_data_apply_to_those_of_the_run(tmp_path: Path) -> None:
 def test_refusals_name_the_folder_the_file_or_the_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run_dir \(.*nowhere\): there is no such folder"):
         tf2dist.load_model(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"run_dir \(~nosuchuser/a\): there is no such home directory"):
+        tf2dist.load_model("~nosuchuser/a")
     with pytest.raises(CheckpointError, match=r"holds neither model\.keras nor a checkpoint"):
         tf2dist.load_model(tmp_path)
     model = trained(nameless)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tf2dist import render
 from tf2dist.errors import ConfigError, FitError, TrainingError
-from tf2dist.files import raising, warning, write_whole
+from tf2dist.files import path_of, raising, warning, write_whole
+from tf2dist.tools.finished import exporting, shell
 
 
 def test_an_error_of_a_file_has_a_name_a_reason_and_a_way_out(tmp_path: Path) -> None:
@@ -24,6 +26,21 @@ def test_errors_that_have_a_name_and_others_pass() -> None:
         raise FitError("mine")
     with pytest.raises(ValueError, match="other"), raising("x: cannot be read"):
         raise ValueError("other")
+
+
+@pytest.mark.parametrize("home", ["~nosuchuser", "~nosuchuser/runs/a"])
+def test_a_home_directory_that_there_is_not(home: str, tmp_path: Path) -> None:
+    """A shell leaves such a name as it is."""
+    words = r"\(~nosuchuser.*\): there is no such home directory; give the path without ~"
+    with pytest.raises(ConfigError, match=rf"RUN_DIR {words}"):
+        shell.read_command_line([home], ())
+    with pytest.raises(ConfigError, match=rf"plugins {words}"):
+        shell.read_command_line([str(tmp_path), f"plugins=[{home}]"], ("plugins",))
+    with pytest.raises(ConfigError, match=rf"OUT {words}"):
+        exporting.export(shell.read_command_line([str(tmp_path), home], ()))
+    with pytest.raises(ConfigError, match=rf"--out {words}"):
+        render.write("", home)
+    assert path_of("--out", "~/a") == Path.home() / "a"
 
 
 def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:

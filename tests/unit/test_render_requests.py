@@ -110,6 +110,21 @@ def test_what_nobody_reads_is_submitted_all_the_same(tmp_path: Path, monkeypatch
     assert (tmp_path / "submitted").read_text().startswith("#!")
 
 
+def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "ray").symlink_to("/bin/true")
+    command = f"ulimit -f 0; PATH={tmp_path}:$PATH; {sys.executable} -m tf2dist.render"
+    for arguments, words in (
+        ("slurm --out job.sh", "--out (job.sh): cannot be written (File too large); name a new file"),
+        (
+            f"ray {SHARED} --submit --command 'python a.py' > /dev/null",
+            f"--submit ({tmp_path}): no file can be written here (File too large); change to another folder",
+        ),
+    ):
+        done = subprocess.run(["bash", "-c", f"{command} {arguments}"], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (2, f"tf2dist: error: {words}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["ray"]
+
+
 def test_without_the_engine_nothing_can_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="there is no sbatch here; use --out FILE"):

@@ -1,11 +1,12 @@
 """Exports the model of a run to the formats of other programs, with Keras's own `Model.export`."""
 
 import importlib.util
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tf2dist import signals
 from tf2dist.errors import ConfigError, InstallationError, TrainingError, brief_reason, reason_of
+from tf2dist.files import path_of
 from tf2dist.tools.finished.shell import CommandLine, one_of, show_status
 
 
@@ -40,7 +41,7 @@ def export(line: CommandLine) -> Path:
         raise InstallationError(
             f"format ({name}): needs {target_format.needs}, which is not installed; pip install 'tf2dist[{name}]'"
         )
-    out = Path(*line.operands).expanduser().absolute() if line.operands else line.run_dir / target_format.file
+    out = path_of("OUT", *line.operands).absolute() if line.operands else line.run_dir / target_format.file
     check_free(out)
 
     show_status(f"export: loading the model of {line.run_dir}")
@@ -52,8 +53,8 @@ def export(line: CommandLine) -> Path:
         if inputs := getattr(model, "inputs", None):
             model(inputs if len(inputs) > 1 else inputs[0])
         # In a folder beside OUT, so on the same file system, where moving is one atomic step.
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".part-export-") as folder:
-            part = Path(folder, target_format.file)
+        with signals.temporary_folder(out.parent, ".part-export-") as folder:
+            part = folder / target_format.file
             model.export(part, format=target_format.in_keras, verbose=False)
             part.replace(out)
     except OSError as error:

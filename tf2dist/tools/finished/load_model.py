@@ -16,7 +16,7 @@ import keras
 from tf2dist.checkpoint.snapshot import Snapshot, read
 from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
-from tf2dist.files import open_to_read
+from tf2dist.files import open_to_read, path_of
 from tf2dist.linux import without_warnings
 from tf2dist.model.saved import ROLES, WEIGHTS, config_in, lambdas_in, leave_out_optimizer, without_optimizer
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
@@ -91,7 +91,7 @@ def load_in_files(
 def _load(
     run_dir: str | os.PathLike[str], step: int | None, objects: dict[str, Any], tables: Tables | None
 ) -> keras.Model:
-    folder = Path(run_dir).expanduser()
+    folder = path_of("run_dir", run_dir)
     if not folder.is_dir():
         raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
     # It differs from the last checkpoint if the optimizer averages weights: the averages are evaluated, but a run is

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Arrays
 from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
-from tf2dist.files import raising
+from tf2dist.files import path_of, raising
 from tf2dist.launch.console import show_lines
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
 from tf2dist.tools.finished.shell import CommandLine
@@ -98,7 +98,7 @@ def print_predictions(line: CommandLine) -> None:
     # File by file, so that many large ones need not fit into memory, and lines come before a later file fails.
     if line.operands:
         for operand in line.operands:
-            path = Path(operand).expanduser()
+            path = path_of("FILE", operand)
             examples, names = read(path, model)
             _print(classifier, _outputs(model, examples, str(path)), names)
         return

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tf2dist import signals
 from tf2dist.errors import ConfigError, TfDistError, nearest, printable
-from tf2dist.files import is_folder, is_path, set_keras_home
+from tf2dist.files import is_folder, is_path, path_of, set_keras_home
 from tf2dist.launch.console import prepare_streams, show_lines, write_at_once
 from tf2dist.linux import import_lazily
 from tf2dist.tf_constants import GPU_GROWTH, KERAS_ON_TENSORFLOW, LOG_LEVEL
@@ -73,7 +73,7 @@ def read_command_line(arguments: list[str], known: Sequence[str], max_operands: 
             )
     if not operands:
         raise ConfigError("RUN_DIR: is missing; name the directory of a run, see --help")
-    run_dir = Path(operands[0]).expanduser()
+    run_dir = path_of("RUN_DIR", operands[0])
     if not is_folder(str(run_dir.absolute())):
         raise ConfigError(f"RUN_DIR ({run_dir}): there is no such folder; name the directory of a run")
     if max_operands is not None and len(operands) > 1 + max_operands:
@@ -99,7 +99,7 @@ def _step(text: str | None) -> int | None:
 def _plugins(text: str) -> list[str]:
     # Brackets as in training, and without them, since a shell may take those for a pattern.
     items = text.removeprefix("[").removesuffix("]").split(",")
-    paths = [Path(item.strip()).expanduser().absolute() for item in items if item.strip()]
+    paths = [path_of("plugins", item.strip()).absolute() for item in items if item.strip()]
     for path in paths:
         if not is_path(str(path)) or not path.is_file():
             raise ConfigError(f"plugins ({path}): there is no such file; name one that is there")
