@@ -76,6 +76,22 @@ def test_other_options_make_scenarios() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ("momentum", 0.04, None)),
+        (["optimizer.learning_rate=0.02"], ("momentum", 0.02, None)),
+        (["++optimizer.clipnorm=1"], ("momentum", 0.04, 1.0)),
+        (["optimizer=adam"], ("adam", 0.001, None)),
+        (["experiment=dnn"], ("adam", 0.001, None)),
+    ],
+)
+def test_the_optimizer_of_a_comparison(options: list[str], expected: tuple[str, float, float | None]) -> None:
+    for contender in contenders(*SMALL, "modes=sync", "delays=0", *options)[1]:
+        optimizer = contender.config.optimizer
+        assert (optimizer["name"], optimizer["learning_rate"], optimizer["clipnorm"]) == expected
+
+
 def test_the_contenders_take_turns() -> None:
     _, found = contenders(*SMALL, "modes=[sync,async]", "delays=[0]", "seed=3")
     runs = list(runs_of(found, 3))

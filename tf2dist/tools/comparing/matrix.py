@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.config.compose import ConfigSource, groups
+from tf2dist.config.for_fit import name_of
 from tf2dist.config.load import load
 from tf2dist.config.option import MAX_SECS
 from tf2dist.config.schema import MODES, OPTIONS, RunConfig
@@ -122,8 +123,9 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
             run_overrides.append(argument)
     options = Options(**values)
     _check(options, values)
-    if not any(override.lstrip("+").startswith(("optimizer", "experiment")) for override in run_overrides):
-        run_overrides += OPTIMIZER
+    given = set(map(name_of, run_overrides))
+    if given.isdisjoint(("optimizer", "experiment")):
+        run_overrides[:0] = (override for override in OPTIMIZER if name_of(override) not in given)
     return options, run_overrides
 
 
