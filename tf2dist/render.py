@@ -163,7 +163,7 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
     if actions := [flag for flag in actions_of(asked) if flag != "--run"]:
         raise ConfigError(f"{actions[0]}: is not for a request, which is for one run; leave it out")
     for override in asked.overrides:
-        key, _, value = override.lstrip("+").partition("=")
+        key, value = for_fit.name_of(override), override.partition("=")[2]
         if key in PLACES:
             raise ConfigError(
                 f"{key} ({value[:60]}): is set by the request; leave it out, and give cluster.num_workers"
@@ -188,7 +188,7 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
 
 def size(overrides: list[str]) -> tuple[int, list[str]]:
     """The number of workers, and all other options: the engine tells each task how many there are."""
-    own = [override for override in overrides if override.startswith("cluster.num_workers=")]
+    own = [override for override in overrides if for_fit.name_of(override) == "cluster.num_workers"]
     text = own[-1].partition("=")[2] if own else OPTIONS["cluster.num_workers"].default_text
     if not COUNT.fullmatch(text) or int(text) > MAX_TASKS:
         raise ConfigError(f"cluster.num_workers ({text[:40]}): must be a whole number from 1 to {MAX_TASKS:,}")

@@ -219,8 +219,13 @@ def test_what_the_api_server_and_the_controllers_ask_for(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "leaves"),
-    [((), True), (("task.on_term=stop",), False), (("mode=sync_replicas",), False)],
-    ids=["async", "stop", "replicas"],
+    [
+        ((), True),
+        (("task.on_term=stop",), False),
+        (("++task.on_term=stop",), False),
+        (("mode=sync_replicas",), False),
+    ],
+    ids=["async", "stop", "plus", "replicas"],
 )
 def test_an_asynchronous_worker_leaves_alone(
     options: tuple[str, ...], leaves: bool, capsys: pytest.CaptureFixture[str]
@@ -323,6 +328,26 @@ def test_every_service_of_compose_finds_its_place() -> None:
         assert str(task) == name == service["hostname"]
         assert split(cluster.address(task)) == (name, 12000)
         assert service["stop_grace_period"] == "50s", "grace_secs=20, and more"
+
+
+def test_compose_restarts_no_container_with_0_and_mounts_the_folder_of_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Docker takes on-failure:0 for any number."""
+    arguments = ("compose", "mode=sync", "cluster.num_workers=1", "run_dir=/runs/a$b/y")
+    for restarts, policy in (("0", "no"), ("3", "on-failure:3")):
+        text = rendered(capsys, *arguments, "--restarts", restarts)
+        (service,) = yaml.safe_load(text)["services"].values()
+        assert service["restart"] == policy
+        assert service["volumes"] == ["runs:/runs/a$$b"]
+        assert "run_dir=/runs/a$$b/y" in service["entrypoint"]
+
+
+@pytest.mark.parametrize("option", ["startup_timeout_secs=60", "++startup_timeout_secs=60"])
+def test_pods_start_in_the_time_that_the_user_gives(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (pod, *_) = pods_of(rendered(capsys, "kubernetes", "mode=sync", "++cluster.num_workers=3", option))
+    assert [word for word in pod.command if "startup_timeout_secs" in word] == [option]
+    assert pod.env["TF2DIST_ADDRESSES"].count(",") == 2, "three workers"
 
 
 # Ray

@@ -24,18 +24,23 @@ def service(request: JobRequest, rank: int, task: Task) -> dict[str, Any]:
     return {
         "image": request.image,
         "hostname": str(task),
-        # Compose fills in variables, and takes $$ for $.
-        "entrypoint": [word.replace("$", "$$") for word in request.container_command()],
+        "entrypoint": [escaped(word) for word in request.container_command()],
         "environment": {
             ranks.OWN[0]: request.addresses(hosts),
             ranks.OWN[1]: str(rank),
             "TF2DIST_TOKEN": "${TF2DIST_TOKEN:?make one with openssl rand -hex 32}",
         },
-        "volumes": [f"runs:{request.mounted_run_dir.parent}"],
-        "restart": f"on-failure:{request.restarts}",
+        "volumes": [f"runs:{escaped(str(request.mounted_run_dir.parent))}"],
+        # To Docker, on-failure:0 has no limit.
+        "restart": f"on-failure:{request.restarts}" if request.restarts else "no",
         "stop_grace_period": f"{request.stop_secs}s",
         **limits(request, task),
     }
+
+
+def escaped(text: str) -> str:
+    """Compose fills in variables, and takes $$ for $."""
+    return text.replace("$", "$$")
 
 
 def limits(request: JobRequest, task: Task) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from tf2dist.cluster import ranks
+from tf2dist.config import for_fit
 from tf2dist.config.schema import RunConfig
 from tf2dist.tools.engines.job_request import FAILED_FOR_GOOD, LOST, STOPPED, JobRequest, check_mode
 
@@ -149,10 +150,14 @@ def container(request: JobRequest, name: str, job: str, hosts: Sequence[str], ra
     }
 
 
+def gives(request: JobRequest, name: str) -> bool:
+    """Whether the user has given an option, perhaps with the value that is its default."""
+    return any(for_fit.name_of(argument) == name for argument in request.arguments)
+
+
 def command(request: JobRequest) -> list[str]:
-    is_default = request.config.startup_timeout_secs == RunConfig().startup_timeout_secs
-    is_given = any(argument.startswith("startup_timeout_secs=") for argument in request.arguments)
-    options = [f"startup_timeout_secs={START_SECS}"] if is_default and not is_given else []
+    is_chosen = request.config.startup_timeout_secs != RunConfig().startup_timeout_secs  # in a file, for example
+    options = [] if is_chosen or gives(request, "startup_timeout_secs") else [f"startup_timeout_secs={START_SECS}"]
     # Kubernetes takes $$ for $, and fills in $(NAME).
     return [word.replace("$", "$$") for word in request.container_command(*options)]
 
@@ -228,8 +233,7 @@ def job_set(request: JobRequest) -> tuple[str, Manifest]:
 def child(request: JobRequest, job: str, count: int, hosts: list[str]) -> Manifest:
     """The child Jobs of one kind, of one pod each; it is the JobSet that starts them again."""
     # A pod that is evicted makes room for another one of its Job, and the others can do without a worker meanwhile.
-    is_given = any(argument.startswith("task.on_term=") for argument in request.arguments)
-    if job == "worker" and request.config.mode == "async" and not is_given:
+    if job == "worker" and request.config.mode == "async" and not gives(request, "task.on_term"):
         request = replace(request, arguments=[*request.arguments, "task.on_term=leave"])
     spec = {
         "completionMode": "Indexed",
