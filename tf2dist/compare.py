@@ -52,7 +52,7 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
         ComparisonFailed: at least one run failed; all were tried.
         Interrupted: by a signal; the runs that are done are kept, and there is no report.
     """
-    from tf2dist.config.flags import actions_of, parse, source_of
+    from tf2dist.config.flags import check_for_one_run, parse, source_of
     from tf2dist.errors import ConfigError
     from tf2dist.launch.console import show_lines
     from tf2dist.tools.comparing.comparison import compare
@@ -61,8 +61,7 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
     if args.help:
         show_lines((__doc__ or "").strip())
         return
-    if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
-        raise ConfigError(f"{extra_actions[0]}: is not for a comparison; see --help")
+    check_for_one_run(args, "is not for a comparison; see --help")
     if os.environ.get("TF_CONFIG"):
         raise ConfigError("TF_CONFIG: is set, and a comparison runs on this machine alone; unset it")
     compare(arguments, args.overrides, source_of(args), signals)

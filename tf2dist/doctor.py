@@ -21,7 +21,7 @@ from tf2dist.cluster import addresses, reachability
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.compose import ConfigSource
-from tf2dist.config.flags import actions_of, parse, source_of
+from tf2dist.config.flags import check_for_one_run, parse, source_of
 from tf2dist.config.load import BUILT_IN, load
 from tf2dist.config.schema import MODES, ClusterConfig, RunConfig
 from tf2dist.data import location
@@ -61,8 +61,7 @@ def report(arguments: list[str]) -> int:
     """
     is_json = "--json" in arguments
     args = parse([argument for argument in arguments if argument != "--json"])
-    if extra_actions := [flag for flag in actions_of(args) if flag != "--run"]:
-        raise ConfigError(f"{extra_actions[0]}: is not for the doctor, which looks at one run; leave it out")
+    check_for_one_run(args, "is not for the doctor, which looks at one run; leave it out")
     source = source_of(args)
     if args.help:
         show_lines((__doc__ or "").strip())

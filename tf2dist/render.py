@@ -47,7 +47,7 @@ from tf2dist import files, signals
 from tf2dist.cluster.sources import check_workers
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config import for_fit
-from tf2dist.config.flags import actions_of, parse, source_of
+from tf2dist.config.flags import check_for_one_run, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS
 from tf2dist.errors import ConfigError, TfDistError, nearest
@@ -160,8 +160,7 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
     if name not in ENGINES:
         raise ConfigError(f"{name[:60]}: must be the name of an engine, {', '.join(ENGINES)}{nearest(name, ENGINES)}")
     asked = parse(others)
-    if actions := [flag for flag in actions_of(asked) if flag != "--run"]:
-        raise ConfigError(f"{actions[0]}: is not for a request, which is for one run; leave it out")
+    check_for_one_run(asked, "is not for a request, which is for one run; leave it out")
     for override in asked.overrides:
         key, value = for_fit.name_of(override), override.partition("=")[2]
         if key in PLACES:

@@ -46,6 +46,16 @@ def actions_of(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in ACTIONS if getattr(args, name)]
 
 
+def check_for_one_run(args: argparse.Namespace, refusal: str) -> None:
+    """Refuses flags that ask for anything but a run. Raises ConfigError.
+
+    Args:
+        refusal: what is wrong with such a flag, and the way out.
+    """
+    if others := [flag for flag in actions_of(args) if flag != "--run"]:
+        raise ConfigError(f"{others[0]}: {refusal}")
+
+
 def source_of(args: argparse.Namespace) -> ConfigSource:
     """The configuration files that a command line names."""
     for flag, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):

@@ -71,13 +71,8 @@ def ranked(
     return sorted(measured, key=lambda pair: pair[1].mean, reverse=highest)
 
 
-def is_clear(first: Spread, second: Spread) -> bool:
-    """True if all runs of one are clearly on the same side of all runs of the other; never of one run each."""
-    return not doubt_about(first, second)
-
-
 def doubt_about(first: Spread, second: Spread) -> str:
-    """The reason why two have no order, as the end of a sentence; "" if they have one."""
+    """The reason why two have no order, as the end of a sentence; "" if all runs of one are below the other's."""
     low, high = sorted((first, second), key=lambda spread: spread.mean)
     if len(low.values) < 2 or len(high.values) < 2:
         return "with one run each the order is open"
@@ -94,9 +89,9 @@ def _headline(results: list[ContenderResult], until: Until) -> str:
     if all(len({result.contender.scenario for result in end}) == 1 for end in ends):
         return "\n".join(_in_one_sentence(end, until) for end in ends)
     names = dict.fromkeys(result.contender.scenario for result in results)
-    orders = [_order([result for result in results if result.contender.scenario == name]) for name in names]
+    orders = [ranked([result for result in results if result.contender.scenario == name], SECS) for name in names]
     firsts = Counter(order[0][0].contender.mode_label for order in orders
-                     if order and (len(order) == 1 or is_clear(order[0][1], order[1][1])))  # fmt: skip
+                     if order and (len(order) == 1 or not doubt_about(order[0][1], order[1][1])))  # fmt: skip
     goal = f"an accuracy of {until.value:g}" if until.kind == "accuracy" else "the best accuracy that all runs reached"
     counts = [f"{label} is first in {number} of {len(names)} scenarios" for label, number in firsts.most_common()]
     num_open = len(names) - firsts.total()
@@ -106,7 +101,7 @@ def _headline(results: list[ContenderResult], until: Until) -> str:
 
 def _in_one_sentence(results: list[ContenderResult], until: Until) -> str:
     """Tells who is first in one scenario, and to what."""
-    goal, order = results[0].goal, _order(results)
+    goal, order = results[0].goal, ranked(results, SECS)
     begin = f"With {results[0].contender.scenario},"
     if goal is None:
         return f"{begin} no run was evaluated."
@@ -130,11 +125,6 @@ def _in_one_sentence(results: list[ContenderResult], until: Until) -> str:
 
 def _secs(spread: Spread) -> str:
     return f"{secs_text(Spread((spread.mean,)))} s"
-
-
-def _order(results: list[ContenderResult]) -> list[tuple[ContenderResult, Spread]]:
-    """The ranking that decides: by the time to the goal, which is equal for all."""
-    return ranked(results, SECS)
 
 
 def _scenario(results: list[ContenderResult], until: Until) -> Iterator[str]:
@@ -255,7 +245,7 @@ def _claim_about_staleness(even: list[ContenderResult]) -> Iterator[Claim]:
             f"{count_text(sync.examples)} with sync."
         )
         is_more = result.examples.mean > sync.examples.mean
-        state = ("seen" if is_more else "not seen") if is_clear(result.examples, sync.examples) else "unclear"
+        state = "unclear" if doubt_about(result.examples, sync.examples) else "seen" if is_more else "not seen"
         if state == "not seen":
             figures += (
                 f" A synchronous step makes one update of {sync.contender.batches} batches. So async makes "
@@ -268,7 +258,7 @@ def _claim_about_the_first(results: list[ContenderResult], *, wants_sync: bool) 
     """The advice of the textbooks about which mode to choose, by the time to the goal."""
     if len({result.contender.scenario for result in results}) != 1:
         return
-    order = _order(results)
+    order = ranked(results, SECS)
     if not order:
         return
     first, best = order[0]
@@ -278,6 +268,6 @@ def _claim_about_the_first(results: list[ContenderResult], *, wants_sync: bool) 
     rivals = [spread for result, spread in order if (result.contender.mode == "sync") != is_sync]
     if not rivals:
         return
-    state = ("seen" if is_sync == wants_sync else "not seen") if is_clear(best, rivals[0]) else "unclear"
+    state = "unclear" if doubt_about(best, rivals[0]) else "seen" if is_sync == wants_sync else "not seen"
     ranking = [f"{result.contender.mode_label} {secs_text(spread)}" for result, spread in order]
     yield Claim(text, state, f"Seconds to {first.goal}: {', '.join(ranking)}.")

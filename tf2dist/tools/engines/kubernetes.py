@@ -53,6 +53,10 @@ class _WithoutAliases(yaml.SafeDumper):
         return True
 
 
+def manifest(api: str, kind: str, meta: Manifest, spec: Manifest) -> Manifest:
+    return {"apiVersion": api, "kind": kind, "metadata": meta, "spec": spec}
+
+
 def metadata(request: JobRequest, suffix: str = "", *, queued: bool = False) -> Manifest:
     queue = {"kueue.x-k8s.io/queue-name": request.queue} if queued and request.queue else {}
     return {"name": request.name + suffix, "labels": labels(request) | queue}
@@ -66,8 +70,7 @@ def claim(request: JobRequest) -> tuple[str, Manifest]:
     """The volume of the run directory, which the pods of all nodes mount."""
     comment = "Fill in a storageClassName whose volumes several nodes can mount, unless the default one is such."
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "10Gi"}}}
-    meta = metadata(request, "-runs")
-    return comment, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": spec}
+    return comment, manifest("v1", "PersistentVolumeClaim", metadata(request, "-runs"), spec)
 
 
 def network_policy(request: JobRequest) -> tuple[str, Manifest]:
@@ -75,15 +78,13 @@ def network_policy(request: JobRequest) -> tuple[str, Manifest]:
     own = {"matchLabels": labels(request)}
     spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
     comment = "TensorFlow's servers have no password. Your network must be one that enforces policies."
-    meta = metadata(request)
-    return comment, {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": spec}
+    return comment, manifest("networking.k8s.io/v1", "NetworkPolicy", metadata(request), spec)
 
 
 def service(request: JobRequest) -> tuple[str, Manifest]:
     """Gives every pod of the job a name, also before it is ready."""
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(request)}
-    meta = metadata(request)
-    return "The names of the pods.", {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": spec}
+    return "The names of the pods.", manifest("v1", "Service", metadata(request), spec)
 
 
 def pod_failure_policy(container: str) -> Manifest:
@@ -193,13 +194,9 @@ def job(request: JobRequest) -> tuple[str, Manifest]:
         "podFailurePolicy": pod_failure_policy("worker"),
         "template": template,
     }
-    meta = metadata(request, queued=True)
-    return "Fill in an image that your nodes can pull.", {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": meta,
-        "spec": spec,
-    }
+    return "Fill in an image that your nodes can pull.", manifest(
+        "batch/v1", "Job", metadata(request, queued=True), spec
+    )
 
 
 def render_job_set(request: JobRequest) -> str:
@@ -226,8 +223,7 @@ def job_set(request: JobRequest) -> tuple[str, Manifest]:
         },
         "replicatedJobs": [child(request, job, count, hosts) for job, count in counts.items()],
     }
-    meta = metadata(request, queued=True)
-    return comment, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec}
+    return comment, manifest("jobset.x-k8s.io/v1alpha2", "JobSet", metadata(request, queued=True), spec)
 
 
 def child(request: JobRequest, job: str, count: int, hosts: list[str]) -> Manifest:
@@ -275,7 +271,7 @@ def runtime(request: JobRequest) -> tuple[str, Manifest]:
     comment = "Fill in an image that your nodes can pull, here and below."
     meta = metadata(request)
     meta["labels"][f"{TRAINER_API}/framework"] = "tensorflow"
-    return comment, {"apiVersion": f"{TRAINER_API}/v1alpha1", "kind": "TrainingRuntime", "metadata": meta, "spec": spec}
+    return comment, manifest(f"{TRAINER_API}/v1alpha1", "TrainingRuntime", meta, spec)
 
 
 def train_job(request: JobRequest) -> tuple[str, Manifest]:
@@ -285,8 +281,7 @@ def train_job(request: JobRequest) -> tuple[str, Manifest]:
         "runtimeRef": {"apiGroup": TRAINER_API, "kind": "TrainingRuntime", "name": request.name},
         "trainer": trainer | {"resourcesPerNode": its["resources"]},
     }
-    meta = metadata(request, queued=True)
-    return "The run.", {"apiVersion": f"{TRAINER_API}/v1alpha1", "kind": "TrainJob", "metadata": meta, "spec": spec}
+    return "The run.", manifest(f"{TRAINER_API}/v1alpha1", "TrainJob", metadata(request, queued=True), spec)
 
 
 def without(tree: Manifest, *names: str) -> Manifest:
