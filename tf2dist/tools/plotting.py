@@ -330,18 +330,26 @@ def set_style(axes: Axes) -> None:
     axes.tick_params(labelsize=9)
 
 
-def _draw_staleness(axes: Axes, counts: np.ndarray) -> None:
-    """Draws how many updates had each staleness; the number of updates is logarithmic, to show the few late ones."""
-    set_style(axes)
-    num_shown = _shown_staleness(counts)
-    axes.stairs(counts[:num_shown], np.arange(num_shown + 1) - 0.5, fill=True, color=GREY, baseline=0.7)
+def draw_counts(axes: Axes, counts: np.ndarray, colour: str, num_places: int, num_ticks: int) -> None:
+    """Draws how many updates had each staleness; the number of updates is logarithmic, to show the few late ones.
+
+    Args:
+        num_places: how many counts there is room for, and for some at least.
+    """
+    axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=colour, baseline=0.7)
     axes.set_yscale("log")
-    axes.set_ylim(0.7, counts.max() * 1.6)
-    axes.set_xlim(-0.6, max(num_shown, MIN_SHOWN) - 0.4)
-    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axes.set_ylim(0.7, counts.max() * 2)
+    axes.set_xlim(-0.6, max(num_places, MIN_SHOWN) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(num_ticks, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _draw_staleness(axes: Axes, counts: np.ndarray) -> None:
+    set_style(axes)
+    num_shown = _shown_staleness(counts)
+    draw_counts(axes, counts[:num_shown], GREY, num_shown, 12)
     set_quantity(axes, "updates (log scale)")
     label = "staleness: updates of others between a worker's pull and its push"
     if left := counts[num_shown:].sum():

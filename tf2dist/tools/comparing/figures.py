@@ -15,11 +15,12 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from tf2dist.palette import MODE_STYLES, Style
 from tf2dist.tools.comparing.matrix import Until
 from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
+from tf2dist.tools.plotting import draw_counts
 
 MAX_PANELS = 12
 BELOW_GOAL = 0.3  # how much of the accuracy below the goal is shown
@@ -125,15 +126,7 @@ def draw_staleness(results: Sequence[ContenderResult], is_narrow: bool) -> Figur
     longest = max(len(result.staleness_counts()) for result in stale)
     for axes, result in zip(flat, stale, strict=False):
         counts = np.array(result.staleness_counts())
-        color = styles[result.contender.mode_label].colour
-        axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=color, baseline=0.7)
-        axes.set_yscale("log")
-        axes.set_ylim(0.7, counts.max() * 2)
-        axes.set_xlim(-0.6, max(longest, 10) - 0.4)
-        axes.xaxis.set_major_locator(MaxNLocator(6 if is_narrow else 8, integer=True))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.yaxis.set_minor_locator(NullLocator())
+        draw_counts(axes, counts, styles[result.contender.mode_label].colour, longest, 6 if is_narrow else 8)
         axes.set_xlabel("staleness in updates")
         axes.set_ylabel("updates")
         title = f"{result.contender.name}: {np.average(np.arange(len(counts)), weights=counts):.1f} on average"
