@@ -28,7 +28,6 @@ from tf2dist.launch.launcher import warm_up
 from tf2dist.launch.warm_process import lend
 
 Run = dict[str, Any]  # a line of the file
-COMMAND = "python -m tests.bench.staleness"
 FILE = Path(__file__).parents[2] / "docs/staleness.jsonl"
 # A local cluster has at most 64 tasks, two of which are no workers.
 FEW, MANY, OTHERS = (1, 3, 9), (33,), (2, 5, 17, 62)

@@ -10,7 +10,6 @@ from tests.bench import growth
 from tests.bench.page import header, line
 from tests.bench.staleness import (
     ALGORITHMS,
-    COMMAND,
     COMPENSATED,
     FEW,
     FILE,
@@ -26,6 +25,7 @@ from tests.bench.staleness import (
     read,
 )
 
+COMMAND = "python -m tests.bench.staleness_page"
 NAMES = {"sgd": "SGD", "momentum": "momentum 0.9", "adam": "Adam"}
 DATA = {"fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
 SAME_CLASS = 88.6  # the least error in percent of a model that says the same for all: 11.35 % of MNIST's digits are a 1
