@@ -49,7 +49,7 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
 
     Raises:
         RequestError: the request is wrong; nothing has been run.
-        ComparisonFailed: at least one run failed; all were tried.
+        SomeFailed: at least one run failed; all were tried.
         Interrupted: by a signal; the runs that are done are kept, and there is no report.
     """
     from tf2dist.config.flags import check_for_one_run, parse, source_of

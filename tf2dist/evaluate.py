@@ -1,9 +1,9 @@
 """``python -m tf2dist.evaluate RUN_DIR [split=test|validation|train] [data=NAME] [step=N] [plugins=[FILE.py]]``
 
 Evaluates the model of a run on the data of that run, or on another registered data set, and prints its loss and
-metrics, one a line, and the number of examples. data=NAME takes the options data.* as training does. With step=N it
-takes the weights of that checkpoint, otherwise those that the run has evaluated at its end. A model or data with
-code of your own needs the files in which that is: plugins=[FILE.py].
+metrics, one a line, and the number of examples. Options data.* apply to that data. With step=N it takes the weights
+of that checkpoint, otherwise those that the run has evaluated at its end. A model or data with code of your own needs
+the files in which that is: plugins=[FILE.py].
 
 Exit code 0 done, 2 the request is wrong, 3 the loss is not finite.
 """

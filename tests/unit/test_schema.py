@@ -83,7 +83,7 @@ class Undeclared:
 
 
 def test_what_other_commands_say_of_options_is_of_options_that_exist() -> None:
-    assert {*REPLACED} <= {*OPTIONS, *groups()}
+    assert {*REPLACED} <= {*OPTIONS, *groups(), "hydra.run.dir"}
 
 
 def test_each_option_without_its_condition_is_refused() -> None:

@@ -29,6 +29,7 @@ REPLACED = {
     "simulate.delay_secs": "delays=[0,0.05], which slow down the last worker, or common_delay=0.05 for all",
     "sync_replicas.replicas_to_aggregate": "backups=[1], the workers that a step does not wait for",
     "run_dir": "compare_dir=DIR",
+    "hydra.run.dir": "compare_dir=DIR",
     "train.steps": "until=2000steps, or train.epochs, after which every run ends",
     "train.eval_every_steps": "eval_every_examples=5000, since a step has another number of examples in each mode",
     "train.until_accuracy": "until=0.97",
