@@ -243,6 +243,15 @@ def test_what_the_page_says_of_the_cnn_and_of_mnist() -> None:
     assert f"with Adam end at {sync} in `sync` and at {stale} in `async`, and one worker at {one}" in whole
 
 
+def test_what_the_page_says_of_the_tuned_cnn() -> None:
+    results, whole = Results(read(staleness.FILE)), " ".join(PAGES["docs/staleness.md"].split())
+    sync, stale = (
+        f"{staleness_page.curve(results, 'cnn', 'fashion_mnist', 'adam', way, tuned=True)[3].mean:.1f} %"
+        for way in ("sync", "plain")
+    )
+    assert f"The cnn with Adam and three workers ends at {sync} in `sync` and at {stale} in `async`" in whole
+
+
 def test_the_compensation_of_33_workers() -> None:
     best: dict[str, float] = {}
     for run in read(staleness.FILE):
