@@ -385,6 +385,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
     return config, {"plan": job.plan, "splits": splits, "name": job.name}
 
 
+HALF = {"validation_split": 0.5}
 PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool]]] = {
     "batch_size": ({"batch_size": 5}, lambda config, job: config.train.batch_size_per_worker == 5),
     "no batch_size": (
@@ -400,12 +401,9 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
     "validation_data": ({"validation_data": (X + 1, Y)}, lambda _, job: job["splits"].validation.x[0, 0] == 1),
     "validation_split": ({"validation_split": 0.1}, lambda _, job: len(job["splits"].validation) == 4),
     "validation_steps": ({"validation_steps": 2}, lambda _, job: job["plan"].validation_steps == 2),
-    "its batches": (
-        {"validation_steps": 2, "validation_split": 0.5},
-        lambda _, job: job["plan"].validation_batch_size == 4,
-    ),
+    "its batches": ({"validation_steps": 2} | HALF, lambda _, job: job["plan"].validation_batch_size == 4),
     "its batches without batch_size": (  # of Keras: 3 of them have all 20 examples
-        {"batch_size": None, "validation_steps": 3, "validation_split": 0.5},
+        {"batch_size": None, "validation_steps": 3} | HALF,
         lambda _, job: job["plan"].validation_batch_size == 7,
     ),
     "validation_batch_size": ({"validation_batch_size": 3}, lambda _, job: job["plan"].validation_batch_size == 3),
