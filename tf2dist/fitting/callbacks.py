@@ -390,7 +390,7 @@ class Callbacks:
     def _end_epoch(self, step: int) -> None:
         for callback in self._list.callbacks:
             if isinstance(callback, keras.callbacks.ProgbarLogger) and self._steps is None:
-                # It counts by its batch hook, which is not called for every step here, and in the first epoch alone.
+                # Its batch hook tells it the length, in the first epoch alone; here not every step calls that hook.
                 callback.seen, callback.target = step - self._begun_at, None
         self._list.on_epoch_end(self._epoch, self._logs)
 

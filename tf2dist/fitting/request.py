@@ -122,7 +122,8 @@ def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tup
         splits = StreamedSplits(splits.train, None, None, None, splits.stream, validated_on)
     if not plan.validation_batch_size and (validation := splits.validation):
         size = inputs.batch_size_of(arguments.batch_size, len(validation), plan.validation_steps, 1)  # Keras's
-        # Otherwise None stays: the cluster validates in batches of that size only if the result depends on it.
+        # If that is the size of the training, None stays: the cluster then takes whatever size is fast, unless the
+        # result depends on it.
         if plan.validation_steps or size != config.train.batch_size_per_worker:
             plan = replace(plan, validation_batch_size=size)
     return splits, plan

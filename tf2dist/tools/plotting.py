@@ -334,7 +334,7 @@ def draw_counts(axes: Axes, counts: np.ndarray, colour: str, num_places: int, nu
     """Draws how many updates had each staleness; the number of updates is logarithmic, to show the few late ones.
 
     Args:
-        num_places: how many counts there is room for, and for some at least.
+        num_places: how many counts there is room for; it is at least `MIN_SHOWN`.
     """
     axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=colour, baseline=0.7)
     axes.set_yscale("log")
