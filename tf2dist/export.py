@@ -3,8 +3,8 @@
 Makes of the model of a run what other programs load, without this package and without Keras:
 
     saved_model    a folder for TensorFlow (model = tf.saved_model.load(OUT), then model.serve(x)) and its servers
-    onnx           a file for ONNX Runtime and many others; needs pip install 'tf2dist[onnx]'
-    litert         a file for LiteRT, once TensorFlow Lite; pip install 'tf2dist[litert]' has what runs it
+    onnx           a file for ONNX Runtime and many others; needs pip install '.[onnx]'
+    litert         a file for LiteRT, once TensorFlow Lite; pip install '.[litert]' has what runs it
 
 OUT is RUN_DIR/saved_model, model.onnx or model.tflite unless another is named; it must not exist yet, or be
 empty. What is exported takes a batch of what the run's data gives: images as float32 from 0 to 255. With step=N

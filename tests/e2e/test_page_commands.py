@@ -42,8 +42,7 @@ AFTER = {"docs/results.md": "README.md"}
 ELSEWHERE = {
     r"^README\.md: make train": "tests/e2e/test_page_commands.py::test_make_train",
     r"^README\.md: make test": "not tested: it runs all tests",
-    r"^README\.md: pip install": "tests/e2e/test_install.py::test_the_wheel",
-    r"^README\.md: python train\.py": "tests/e2e/test_docs.py::test_the_example_of_a_call_from_python",
+    r"^README\.md: (python3 -m venv|pip install)": "tests/e2e/test_install.py::test_the_wheel",
     r"^docs/fit\.md: python stream\.py": "tests/e2e/test_docs.py::test_the_example_of_a_stream",
     r"^docs/fit_recipes\.md: python \w*tracke[rd]\.py": "tests/e2e/test_fit_recipes.py::test_a_tracker_has_one_run",
     r"^docs/api\.md: python \w+\.py": "tests/e2e/test_docs.py::test_the_example_of_the_fixtures",

@@ -55,7 +55,11 @@ DDP_TEXT, DDP_TEXT_ZH = "{} steps/s | PyTorch DDP with gloo {} | {}", "{} 步/�
 LARGE_SYNC = "large sync 12 million 2 workers"
 QUOTED = [
     Quoted("README.md", "two workers take {} steps/s, and Keras `fit` {}", TABLES),
-    Quoted("README.md", "`sync` keeps {} % of its rate, `async` {} % and `sync_replicas` {} %", UNEQUAL),
+    Quoted(
+        "README.md",
+        "`sync` keeps {} % of its rate, `async` {} %, and `sync_replicas`, which drops late gradients, {} %",
+        UNEQUAL,
+    ),
     Quoted("README.md", "with two workers: {} steps/s, and {} with PyTorch DDP", DDP),
     Quoted("README.md", "takes {} steps/s where the old program takes {}", OLD),
     Quoted("README.md", "Keras `fit` takes {} steps/s where three local workers take {}", ALONE),
@@ -67,7 +71,11 @@ QUOTED = [
     in_table("README.md", f"sync, dnn, 2 workers | {DDP_TEXT}", "torch dnn 2 workers", "torch gloo"),
     in_table("README.md", f"sync, 12 million parameters, 2 workers | {DDP_TEXT}", LARGE_SYNC, "torch gloo"),
     Quoted("README.zh.md", "两个工作节点每秒 {} 步，Keras `fit` 每秒 {} 步", TABLES),
-    Quoted("README.zh.md", "`sync` 的速度只剩 {} %，`async` 还有 {} %，`sync_replicas` 还有 {} %", UNEQUAL),
+    Quoted(
+        "README.zh.md",
+        "`sync` 的速度只剩 {} %，`async` 还有 {} %，舍去迟到梯度的 `sync_replicas` 还有 {} %",
+        UNEQUAL,
+    ),
     Quoted("README.zh.md", "两个工作节点同步训练：每秒 {} 步，PyTorch DDP（gloo）每秒 {} 步", DDP),
     Quoted("README.zh.md", "tf2dist 每秒 {} 步，原程序每秒 {} 步", OLD),
     Quoted("README.zh.md", "Keras `fit` 每秒 {} 步，三个本机工作节点每秒 {} 步", ALONE),

@@ -213,7 +213,7 @@ class ClusterConfig:
         256 << 10,
         *COUNT,
         OnlyFor("cluster.placement", ("partitioned",)),
-        help="cluster.placement=partitioned: smallest size of a part; variables of less than two parts are not cut",
+        help="cluster.placement=partitioned: smallest size of a part; variables smaller than two parts are not cut",
         scope="job",
     )
 

@@ -78,7 +78,7 @@ def fit(arguments: FitArguments) -> Result:
         y: likewise, what the model should give; None if its losses are its own.
         batch_size: the examples in a batch of one worker; None for Keras's 32.
         epochs: how many epochs to train; with `initial_epoch`, the number of the epoch at which to end.
-        verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook in a line that changes;
+        verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook as a bar with a table;
             2: a line for each epoch, as Keras, and the lines at the beginning and the end, without progress in between.
         callbacks: called in this thread, between two steps of the cluster. Batch hooks are not called for every
             step; their `batch` is the global step.

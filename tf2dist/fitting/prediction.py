@@ -66,7 +66,7 @@ def predict(
         x: as for `tf2dist.fit`: arrays [n, ...], or dicts, lists and tuples of them. The workers map them from files;
             an array that was mapped with ``numpy.load(file, mmap_mode="r")`` is not copied.
         batch_size: the examples in a batch; None for Keras's 32.
-        verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook in a line that changes;
+        verbose: 0: warnings only; 1 or "auto": progress on the standard error, in a notebook as a bar;
             2: the lines at the beginning and the end, without progress in between.
         cluster: as for `tf2dist.fit`. A prediction has workers alone, so `Local.ps` means nothing.
         run_dir: the directory of this prediction, and not that of the run; a prediction that it already holds goes on,

@@ -39,7 +39,7 @@ def export(line: CommandLine) -> Path:
     # All that can be refused without the model comes before TensorFlow, whose import takes seconds.
     if target_format.needs and importlib.util.find_spec(target_format.needs) is None:
         raise InstallationError(
-            f"format ({name}): needs {target_format.needs}, which is not installed; pip install 'tf2dist[{name}]'"
+            f"format ({name}): needs {target_format.needs}, which is not installed; pip install '.[{name}]'"
         )
     out = path_of("OUT", *line.operands).absolute() if line.operands else line.run_dir / target_format.file
     check_free(out)
