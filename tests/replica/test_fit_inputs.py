@@ -220,11 +220,13 @@ def test_data_that_cannot_be_sent_is_refused_by_name(what: str) -> None:
         ((NUMBERS, np.ma.masked_equal(NUMBERS, 4)), 0.0, "validation_data y: has masked values"),
         (None, 1.0, "validation_split (1.0)"),
         (None, -0.5, "validation_split (-0.5)"),
+        (None, "0.1", "validation_split (0.1)"),
+        (None, [0.1, 0.2], "validation_split ([0.1, 0.2])"),
         (None, 0.99, "one part would be empty"),
         (lambda: tf.data.Dataset.from_tensors(NUMBERS), 0.0, "validation_data: is a _TensorDataset"),
     ],
 )
-def test_an_invalid_validation_set_is_refused(data: Any, split: float, words: str) -> None:
+def test_an_invalid_validation_set_is_refused(data: Any, split: Any, words: str) -> None:
     given = data() if callable(data) else data
     with pytest.raises(FitError) as raised:
         validation_set(training_set(NUMBERS, NUMBERS, None, None), given, split)

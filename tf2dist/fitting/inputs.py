@@ -52,7 +52,7 @@ def validation_examples(validation_data: Any) -> Arrays:
 
 def split_off(examples: Arrays, share: float) -> tuple[Arrays, Arrays]:
     """Splits the examples, in the order given, into a training set and a validation set, which is the last part."""
-    if not 0 < share < 1:
+    if not isinstance(share, int | float | np.number) or not 0 < share < 1:
         raise FitError(f"validation_split ({share}): must be at least 0 and less than 1, such as 0.2")
     total = len(examples)
     # This rounding is Keras's, in floating point too: one example more or less would be another history.
