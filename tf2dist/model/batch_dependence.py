@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tf2dist.data.splits import Splits
 from tf2dist.model.batch_attention import noting
+from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.recurrence import reached_from, recurrence_of
 from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import layers_of
@@ -63,6 +64,20 @@ def loss_dependence(step: Step, splits: Splits, gathers: bool) -> Dependence:
     repeated = parts[2][number:]
     by_part = {_dependence(*each) for each in zip(*(of_batch[:number] for of_batch in parts), repeated, strict=True)}
     return next((one for one in (Dependence.SUM, Dependence.NEITHER) if one in by_part), Dependence.MEAN)
+
+
+def metrics_apart(step: CompiledStep, splits: Splits) -> list[str]:
+    """The names of the metrics that give another number for a batch than the mean of what its parts give."""
+    variables, metrics = step.metrics.variables, step.forward_trace.batch_metrics
+    sizes = [int(np.prod(variable.shape)) for variable in variables]
+    parts = metrics and _on_trial(
+        lambda leaves: tf.split(step.evaluate(*step.values(), leaves)[1:], sizes), step, splits
+    )
+    if not parts:
+        return []
+    found = [_dependence(*values, values[-1]) for values in zip(*parts, strict=True)]
+    apart = {id(v) for v, one in zip(variables, found, strict=True) if one is not Dependence.MEAN}
+    return [metric.name for metric in metrics if apart.intersection(map(id, metric.variables))]
 
 
 def _dependence(first: np.ndarray, second: np.ndarray, whole: np.ndarray, repeated: np.ndarray) -> Dependence:

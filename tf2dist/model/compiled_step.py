@@ -43,6 +43,7 @@ class ForwardTrace(NamedTuple):
         has_lengths: whether a loss has a value for each place of a sequence, and batches differ in length.
         penalties: the losses that layers add, such as those of regularizers.
         penalizes_batch: whether one of these depends on the batch.
+        batch_metrics: the metrics that take a batch as one, of which Keras averages a number for each batch.
     """
 
     outputs: Any
@@ -52,6 +53,7 @@ class ForwardTrace(NamedTuple):
     has_lengths: bool
     penalties: list[tf.Tensor]
     penalizes_batch: bool
+    batch_metrics: list[keras.metrics.Metric]
 
     @property
     def divides_by_parts(self) -> bool:
@@ -97,7 +99,8 @@ class CompiledStep(Step):
     def depends_on_batches(self) -> bool:
         losses, trace = self.losses, self.forward_trace
         are_means = len(losses) <= 1 and all(getattr(loss, "reduction", "") in MEANS for loss in losses)
-        return self.has_own_loss or trace.has_scalar_loss or trace.is_masked or trace.penalizes_batch or not are_means
+        takes_batches = trace.has_scalar_loss or trace.penalizes_batch or bool(trace.batch_metrics)
+        return self.has_own_loss or takes_batches or trace.is_masked or not are_means
 
     @property
     def has_own_loss(self) -> bool:
@@ -279,6 +282,7 @@ class CompiledStep(Step):
             has_lengths=self._has_lengths([value for _, value in forward.loss_values]),
             penalties=penalties,
             penalizes_batch=any(penalty.name in reached for penalty in penalties),
+            batch_metrics=self.metrics_of_batches(scope, mapping, leaves),
         )
         return scope
 

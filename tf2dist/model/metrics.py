@@ -32,7 +32,9 @@ class Metrics:
     def __init__(self, model: keras.Model, *, hides_outputs: bool = False) -> None:
         self._model = model
         self.loss_tracker = loss_tracker_of(model)
-        self.variables: list[keras.Variable] = list(model.metrics_variables)
+        # A model's own `metrics` may leave out that of the loss, which a step updates all the same.
+        variables = [*model.metrics_variables, *self.loss_tracker.variables]
+        self.variables: list[keras.Variable] = list({id(v): v for v in variables}.values())
         self._sizes = [int(np.prod(v.shape)) for v in self.variables]
         self.size = sum(self._sizes)
         # Keras averages the losses of single outputs over batches, whatever their sizes, instead of over examples.

@@ -13,7 +13,7 @@ from tf2dist.data.arrays import Layout, leaves_of
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, kind_of
 from tf2dist.model import features, support
-from tf2dist.model.batch_dependence import Dependence, StateChange, loss_dependence, state_changes
+from tf2dist.model.batch_dependence import Dependence, StateChange, loss_dependence, metrics_apart, state_changes
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import Step
@@ -105,7 +105,18 @@ def check_batches(name: str, step: Step, splits: Splits, gathers: bool = True) -
             f"the {what} of a batch is not the mean over its examples: each step takes the mean of the {whats} of the "
             "workers' batches, as DistributedDataParallel, Horovod and MirroredStrategy do"
         )
-    return "; ".join(filter(None, (note, _check_changes(name, state_changes(step, splits, gathers), gathers))))
+    of_changes = _check_changes(name, state_changes(step, splits, gathers), gathers)
+    return "; ".join(filter(None, (note, _note_on_metrics(step, splits), of_changes)))
+
+
+def _note_on_metrics(step: Step, splits: Splits) -> str:
+    apart = metrics_apart(step, splits) if isinstance(step, CompiledStep) else []
+    if not apart:
+        return ""
+    return (
+        f"{', '.join(apart)}: the number of a batch is not the mean over its examples, and in training the history has "
+        "the mean of those of the workers' batches; a validation takes the batches of keras.Model.fit"
+    )
 
 
 def _check_changes(name: str, changes: list[StateChange], gathers: bool) -> str:

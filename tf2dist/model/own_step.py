@@ -13,9 +13,8 @@ from tf2dist.errors import ConfigError, TfDistError, kind_of, naming, reason_of,
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
 from tf2dist.model.optimizer_checks import PLAIN, prepare_choice
-from tf2dist.model.recurrence import reached_from
 from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
-from tf2dist.model.step import Mapping, Step, StepOutput, Trace, changes, without_padding
+from tf2dist.model.step import Mapping, Step, StepOutput, Trace, without_padding
 from tf2dist.model.tables import TableLookups
 from tf2dist.tf_internals import MultiOptimizer, counter_of, groups_of, inner_optimizers
 
@@ -152,7 +151,8 @@ class OwnStep(Step):
         with TrainScope(mapping, self.trainable) as scope, _recorded(self.model.metrics) as results:
             logged = _logged(self.model.train_step(_data(self.layout, leaves)), results)
         self._read_updates(scope)
-        self.metrics = LoggedMetrics(self.model, logged, self._of_batches(scope, mapping, reached_from(*leaves)))
+        of_batches = self.metrics_of_batches(scope, mapping, leaves)
+        self.metrics = LoggedMetrics(self.model, logged, {id(v) for metric in of_batches for v in metric.variables})
         return scope
 
     def _read_updates(self, scope: TrainScope) -> None:
@@ -179,16 +179,6 @@ class OwnStep(Step):
         self.groups = [Group(update.optimizer, update.variables) for update in scope.updates]
         self.is_in_phases = scope.reads_updated or self.repeats
         self.divide_variables(list({id(v): v for group in self.groups for v in group.variables}.values()))
-
-    def _of_batches(self, scope: TrainScope, mapping: Mapping, reached: set[str]) -> set[int]:
-        """The variables of metrics that take a batch as one, whatever its size, such as a mean of losses."""
-        found: set[int] = set()
-        for metric in self.model.metrics:
-            for single in getattr(metric, "metrics", [metric]):  # those that a model is compiled with are one
-                # They count a batch as 1, and others its examples.
-                if any(new.name not in reached for _, new, _ in changes(scope, mapping, single.variables)):
-                    found |= {id(variable) for variable in single.variables}
-        return found
 
     def _check_optimizers(self, trace: Trace) -> None:
         """Refuses what depends on the state of an optimizer, which lies elsewhere: on a ps, or in a copy."""

@@ -211,6 +211,22 @@ class Step(abc.ABC):
         }
         return {name: values[id(v)] for name, v in generators(self.model).items()}
 
+    def metrics_of_batches(
+        self, scope: CallScope, mapping: Mapping, leaves: list[tf.Tensor]
+    ) -> list[keras.metrics.Metric]:
+        """The metrics that take a batch as one, whatever its size, such as a mean of losses.
+
+        Args:
+            scope, mapping: of a call that is traced, on these leaves.
+        """
+        reached = reached_from(*leaves)
+        # Those that a model is compiled with are one.
+        metrics = (single for metric in self.model.metrics for single in getattr(metric, "metrics", [metric]))
+        # They count a batch as 1, and others its examples.
+        return [
+            m for m in metrics if any(new.name not in reached for _, new, _ in changes(scope, mapping, m.variables))
+        ]
+
     @property
     def tables(self) -> list[keras.Variable]:
         """The trainable variables of which a step takes rows in the place of their values."""
