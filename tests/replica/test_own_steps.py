@@ -4,6 +4,7 @@ test_like_keras.py compares their training with that of Keras.
 """
 
 import contextlib
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,7 @@ def scaled() -> Linear:
 # By a part of the message: what makes the model.
 REFUSED: dict[str, Callable[[], keras.Model]] = {
     "is not compiled; call its compile": not_compiled,
+    "has a make_train_function of its own, which is not called": lambda: linear(make_train_function=untestable),
     "run_eagerly=True, but the tasks compile": eager,
     "its train_step applies no optimizer of the model": lambda: linear(train_step=Linear.test_step),
     "its train_step applies .* with use_ema, and keras.Model.fit finishes": lambda: linear(train_step=averaging),
@@ -255,6 +257,21 @@ def test_other_modes_refuse_what_they_cannot_do(async_loop: Callable[..., Any], 
         async_loop(run_config("critic"))
     with pytest.raises(ConfigError, match=r"model \(gan\): .*with mode=sync_replicas all updates"):
         replicas_loop(run_config("gan"))
+
+
+def test_a_method_of_the_object_alone_is_that_of_the_model() -> None:
+    def plain(**methods: Any) -> keras.Model:
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        for name, method in methods.items():
+            setattr(model, name, types.MethodType(method, model))
+        return model
+
+    assert isinstance(step_of(lambda: plain(test_step=lambda self, data: {"error": tf.reduce_mean(data[0])})), OwnStep)
+    trained = step_of(lambda: plain(train_step=told(lambda self, data: type(self).train_step(self, data), {})))
+    assert list(trained.metrics.results(np.zeros(trained.metrics.size))) == []
+    own_loss = step_of(lambda: plain(compute_loss=lambda self, x, y, y_pred, *_, **__: tf.reduce_mean(y_pred)))
+    assert own_loss.has_own_loss
 
 
 def test_without_data_to_evaluate_no_test_step_is_needed() -> None:

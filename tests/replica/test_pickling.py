@@ -1,8 +1,9 @@
-"""Keras objects in a function that is sent to the tasks."""
+"""Keras objects that are sent to the tasks, in a function or as a compiled model."""
 
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError
 from tf2dist.fitting.pickling import send_function
+from tf2dist.fitting.shipping import ship
+from tf2dist.model.source import EpochPlan
 
 RAW = {"number": np.arange(8, dtype=np.float32), "text": np.array(["u", "v", "w", "u"] * 2)}
 IN_A_TASK = """
@@ -76,3 +81,139 @@ def test_a_layer_that_keras_cannot_load_again_is_refused(tmp_path: Path) -> None
     layer = Forgets(2.0)
     with pytest.raises(FitError, match=r"data: cannot be sent to the tasks \(.*by"):
         send_function(tmp_path, lambda: layer, "f.pickle", "data")
+
+
+class Focal(keras.losses.Loss):  # type: ignore[misc]
+    def __init__(self, gamma: float = 2.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.gamma = gamma
+
+    def call(self, y: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(y - y_pred) ** self.gamma, -1)
+
+
+class Unnamed(Focal):
+    """Its configuration leaves out the reduction."""
+
+    def __init__(self, reduction: str = "sum_over_batch_size") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+class AtMost(keras.constraints.Constraint):  # type: ignore[misc]
+    def __init__(self, limit: Any = 1.0) -> None:
+        self.limit = limit
+
+    def __call__(self, weights: Any) -> Any:
+        return keras.ops.minimum(weights, self.limit)
+
+
+class Above(keras.metrics.Mean):  # type: ignore[misc]
+    def __init__(self, threshold: float = 0.5, **options: Any) -> None:
+        super().__init__(**options)
+        self.threshold = threshold
+
+    def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        super().update_state(keras.ops.cast(y_pred > self.threshold, "float32"), sample_weight)
+
+
+class Scales(keras.layers.Layer):  # type: ignore[misc]
+    """A layer that counts its calls and knows its last shape, which no copy has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scale, self.calls, self.shape, self.texts = 1.0, 0, None, {"of": [self.name]}
+
+    def call(self, inputs: Any) -> Any:
+        self.calls, self.shape = self.calls + 1, tuple(inputs.shape)
+        return inputs * self.scale
+
+
+class Inner(keras.Model):  # type: ignore[misc]
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scales, self.dense, self.beta = Scales(), keras.layers.Dense(1), np.ones(2)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(self.scales(inputs))
+
+
+def pinball(quantile: float) -> Callable[[Any, Any], Any]:
+    def loss(y: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.maximum(quantile * (y - y_pred), (quantile - 1) * (y - y_pred)), -1)
+
+    return loss
+
+
+def sequential(*layers: keras.Layer, loss: Any = "mse", **options: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input([3]), *layers, keras.layers.Dense(1)])
+    model.compile("sgd", loss, **options)
+    return model
+
+
+def inner(**attributes: Any) -> keras.Model:
+    model = Inner()
+    for _ in range(2):
+        model(X)
+    for name, value in attributes.items():
+        owner = model.dense if name == "trainable" else model
+        setattr(owner, name, value)
+    model.compile("sgd", "mse")
+    return model
+
+
+def rescaled() -> keras.Model:
+    model = sequential(Scales())
+    model.layers[0].scale = 2.0
+    return model
+
+
+def with_step() -> keras.Model:
+    model = sequential()
+    model.train_step = types.MethodType(lambda self, data: {}, model)
+    return model
+
+
+X = np.ones((8, 3), np.float32)
+MEDIAN = pinball(0.5)
+TWO = "has several functions or classes of the name loss, by which Keras finds one alone"
+LOST: list[tuple[str, Callable[[], keras.Model]]] = [
+    (TWO, lambda: sequential(loss=pinball(0.9), metrics=[pinball(0.1)])),
+    (TWO, lambda: sequential(loss=[pinball(0.9)], weighted_metrics=[MEDIAN])),
+    ("does not save gamma of its Focal, .*; give Focal a get_config", lambda: sequential(loss=Focal(5.0))),
+    ("does not save reduction of its Unnamed", lambda: sequential(loss=Unnamed("sum"))),
+    ("does not save threshold of its Above", lambda: sequential(metrics=[Above(0.7)])),
+    ("does not save limit of its AtMost", lambda: sequential(keras.layers.Dense(3, kernel_constraint=AtMost([2.0])))),
+    ("does not save scale of its Scales", rescaled),
+    ("does not save beta of its Inner", lambda: inner(beta=np.zeros(2))),
+    ("does not save gamma of its Inner", lambda: inner(gamma=4.0)),
+    ("does not save train_step of its Sequential, .*; make train_step a method of a subclass", with_step),
+    ("does not save which layers of it are not to be trained", lambda: inner(trainable=False)),
+]
+KEPT: list[Callable[[], keras.Model]] = [
+    lambda: sequential(Scales(), Scales(), loss=MEDIAN, metrics=[MEDIAN, Above()]),
+    lambda: sequential(keras.layers.Dense(3, kernel_constraint=AtMost()), loss=Focal()),
+    inner,
+]
+
+
+def shipped(folder: Path, model: keras.Model) -> Any:
+    return ship(folder, model, "given", Splits(Arrays(X, X[:, :1]), num_classes=None), EpochPlan())
+
+
+@pytest.mark.parametrize(("says", "make"), LOST)
+def test_what_keras_does_not_save_of_a_compiled_model_is_refused(
+    says: str, make: Callable[[], keras.Model], tmp_path: Path
+) -> None:
+    with pytest.raises(FitError, match=rf"^model \(.*\): .*{says}.*or give a function that builds the model$"):
+        shipped(tmp_path, make())
+
+
+@pytest.mark.parametrize("make", KEPT)
+def test_what_no_copy_can_have_is_no_setting(make: Callable[[], keras.Model], tmp_path: Path) -> None:
+    model = make()
+    model.fit(X, X[:, :1], verbose=0)
+    assert type(shipped(tmp_path, model)) is type(model)

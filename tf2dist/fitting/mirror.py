@@ -11,8 +11,9 @@ from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
 from tf2dist.model.compiled_step import CompiledStep
+from tf2dist.model.copies import PLAIN
 from tf2dist.model.features import finalizes
-from tf2dist.model.optimizer_checks import PLAIN, prepare_choice
+from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, generators, read_directly

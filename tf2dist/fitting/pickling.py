@@ -12,6 +12,7 @@ import io
 import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,12 @@ def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]
     return objects, pickles
 
 
+def ambiguous_names(model: keras.Model) -> set[str]:
+    """The names under which Keras looks up several of the user's own classes and functions in a model."""
+    counts = Counter(map(keras.saving.get_registered_name, _users_own(model)))
+    return {name for name, count in counts.items() if count > 1}
+
+
 def unpickled(custom: dict[str, bytes]) -> dict[str, Any]:
     """The objects that `custom_objects` has pickled."""
     return {name: cloudpickle.loads(data) for name, data in custom.items()}
@@ -174,7 +181,12 @@ def _users_own(model: keras.Model) -> Iterator[Any]:
             queue.append(type(value))
             # Into the attributes of Keras's objects and of what Keras can save; not into all the user's data.
             if type(value).__module__.partition(".")[0] == "keras" or hasattr(value, "get_config"):
-                queue += vars(value).values() if hasattr(value, "__dict__") else ()
+                queue += _attributes(value) if hasattr(value, "__dict__") else ()
+
+
+def _attributes(value: Any) -> list[Any]:
+    # Keras wraps the method `build` of each layer, under the user's name, in a function that is the object's alone.
+    return [attribute for key, attribute in vars(value).items() if not callable(getattr(type(value), key, None))]
 
 
 def _is_users(code: Any) -> bool:

@@ -36,8 +36,9 @@ from tf2dist.errors import FitError, TrainingError, kind_of, naming, reason_of
 from tf2dist.files import raising, write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.linux import without_warnings
+from tf2dist.model.copies import lost_in_copy
 from tf2dist.model.own_step import has_own_step, optimizers_of
-from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer
+from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer, texts_in
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.tables_in_files import Tables
 from tf2dist.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
@@ -124,8 +125,14 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
         if isinstance(error, OSError) and error.errno:  # a full disk, which `ship` reports
             raise
         raise FitError(f"Keras cannot save it ({reason_of(error)}); give a function that builds it instead") from None
-    lambdas = lambdas_in(config_in(folder / MODEL))
+    config = config_in(folder / MODEL)
+    lambdas = lambdas_in(config)
     _check_lambdas(lambdas)
+    if ambiguous := pickling.ambiguous_names(model).intersection(texts_in(config)):
+        raise FitError(
+            f"has several functions or classes of the name {min(ambiguous)}, by which Keras finds one alone when it "
+            "loads the model; give them different names, or give a function that builds the model"
+        )
     objects, pickles = pickling.custom_objects(model)
     if not trains:
         leave_out_optimizer(folder / MODEL, objects)
@@ -183,12 +190,31 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
         raise FitError(
             "was compiled with auto_scale_loss=False, which Keras does not save; give a function that builds it instead"
         )
+    if lost := lost_in_copy(model, copy):
+        kind, key = lost[0].__name__, lost[1]
+        way = f"give {kind} a get_config with {key} and an __init__ that takes it"
+        if hasattr(*lost):
+            way = f"make {key} a method of a subclass"
+        raise FitError(
+            f"Keras does not save {key} of its {kind}, or not as it is now; {way}, or give a function that builds the "
+            "model"
+        )
+    if _trained_places(model) != _trained_places(copy):
+        raise FitError(
+            "Keras does not save which layers of it are not to be trained; set trainable in its __init__, or give a "
+            "function that builds the model"
+        )
     # A MultiOptimizer knows variables by their paths, and a class may give its layers other names when it is loaded.
     if _optimizer_numbers(copy) != _optimizer_numbers(model):
         raise FitError(
             "its MultiOptimizer chooses by names of layers, which are others when Keras loads "
             "the model; give its layers names, or give a function that builds it instead"
         )
+
+
+def _trained_places(model: keras.Model) -> list[bool]:
+    trained = set(map(id, model.trainable_weights))
+    return [id(weight) in trained for weight in model.weights]
 
 
 def _optimizer_state(model: keras.Model) -> list[list[Any]]:

@@ -13,7 +13,7 @@ from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import reached_from
 from tf2dist.model.scopes import CallScope, inlining, is_zero, recording
 from tf2dist.model.shards import parts_of
-from tf2dist.model.step import Mapping, Step, StepOutput, without_padding
+from tf2dist.model.step import Mapping, Step, StepOutput, is_own, without_padding
 from tf2dist.model.tables import LookupScope, TableLookups
 from tf2dist.tf_internals import build_metrics, compute_loss, losses_of, mask_of
 
@@ -309,4 +309,4 @@ class CompiledStep(Step):
 
 def has_own_loss(model: keras.Model) -> bool:
     """Whether a model computes its loss by itself."""
-    return type(model).compute_loss is not keras.Model.compute_loss
+    return is_own(model, "compute_loss")

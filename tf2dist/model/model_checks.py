@@ -16,10 +16,12 @@ from tf2dist.model import features, support
 from tf2dist.model.batch_dependence import Dependence, StateChange, loss_dependence, metrics_apart, state_changes
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.own_step import OwnStep, has_own_step
-from tf2dist.model.step import Step
+from tf2dist.model.step import Step, is_own
 from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
+# Methods of a model by which only `keras.Model.fit` makes its steps.
+NOT_CALLED = ("make_train_function", "make_test_function")
 # Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.
 PROBABILITIES = ("Softmax", "Sigmoid")
 KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
@@ -53,6 +55,8 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"its function gives {kind_of(model)}, and must give a keras.Model; return the model")
     if has_own_step(model) and not model.compiled:
         raise ConfigError("has a step of its own, and is not compiled; call its compile")
+    if own := [method for method in NOT_CALLED if is_own(model, method)]:
+        raise ConfigError(f"has a {own[0]} of its own, which is not called here; write a train_step or a test_step")
 
 
 def check_inputs(model: keras.Model, layout: Layout) -> None:

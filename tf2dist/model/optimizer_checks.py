@@ -6,11 +6,10 @@ from typing import Any
 import keras
 
 from tf2dist.errors import ConfigError, kind_of, reason_of
+from tf2dist.model.copies import PLAIN, different_attribute
 from tf2dist.tf_internals import MultiOptimizer, choose_by_path, counter_of, groups_of, inner_optimizers
 
 AROUND_OTHERS = (MultiOptimizer, keras.optimizers.LossScaleOptimizer)
-# The types of an optimizer's settings, other than a schedule, and of attributes in which a step could count in Python.
-PLAIN = (bool, int, float, str, type(None))
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
@@ -81,5 +80,5 @@ def check_copy(name: str, optimizer: keras.Optimizer, copy: Callable[[int], kera
         ) from error
     # An argument that `get_config` leaves out would have its default in the copy, without a word.
     settings = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN) and key != "built"}
-    if omitted := [key for key, value in settings.items() if key not in copied or copied[key] != value]:
-        raise ConfigError(f"optimizer ({name}): the configuration of {kind} leaves out {omitted[0]}; {way_out}")
+    if omitted := different_attribute(settings, copied):
+        raise ConfigError(f"optimizer ({name}): the configuration of {kind} leaves out {omitted}; {way_out}")

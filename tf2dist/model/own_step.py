@@ -10,11 +10,12 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, naming, reason_of, users_location
+from tf2dist.model.copies import PLAIN
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import LoggedMetrics
-from tf2dist.model.optimizer_checks import PLAIN, prepare_choice
+from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
-from tf2dist.model.step import Mapping, Step, StepOutput, Trace, without_padding
+from tf2dist.model.step import Mapping, Step, StepOutput, Trace, is_own, without_padding
 from tf2dist.model.tables import TableLookups
 from tf2dist.tf_internals import MultiOptimizer, counter_of, groups_of, inner_optimizers
 
@@ -230,7 +231,7 @@ class OwnStep(Step):
 
 def has_own_step(model: keras.Model) -> bool:
     """Whether a model is trained or evaluated by a method of its own."""
-    return any(getattr(type(model), method) is not getattr(keras.Model, method) for method in OWN_STEPS)
+    return any(is_own(model, method) for method in OWN_STEPS)
 
 
 def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> dict[int, keras.Variable]:

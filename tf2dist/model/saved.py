@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,13 @@ def lambdas_in(config: Any, key: str = "") -> list[Lambda]:
     return [
         found for name, part in config.items() for found in lambdas_in(part, key if key in list(ROLES)[1:] else name)
     ]
+
+
+def texts_in(config: Any) -> Iterator[str]:
+    """The strings among the values in a configuration."""
+    parts = config.values() if isinstance(config, dict) else config if isinstance(config, list) else ()
+    for part in parts:
+        yield from (part,) if isinstance(part, str) else texts_in(part)
 
 
 def config_in(path: Path) -> Any:

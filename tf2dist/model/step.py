@@ -81,6 +81,11 @@ class Trace(NamedTuple):
         self.outside.extend(read_directly(traced, [*known, *self.outside]))
 
 
+def is_own(model: keras.Model, method: str) -> bool:
+    """Whether a method is not that of `keras.Model`, but of the model's class or of the object alone."""
+    return method in vars(model) or getattr(type(model), method) is not getattr(keras.Model, method)
+
+
 def without_padding(sums: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
     """The sums of a batch, or zeros if its examples are padding; `share`: as a step is given it."""
     # By a choice: a product with 0 would keep a NaN.
