@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.replica.small_runs import run_config
 from tf2dist.data.pipeline import of_arrays
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs
-from tf2dist.fitting.request import training_set, validation_set
+from tf2dist.fitting.request import FitArguments, checked, data_of, training_set, validation_set
 from tf2dist.tf_internals import fresh_names
 
 pandas = pytest.importorskip("pandas")
@@ -276,3 +277,27 @@ def test_a_part_of_a_mapped_file_is_not_taken_for_the_whole(view: Callable[[Any]
     assert inputs.mapped_file(np.load(tmp_path / "x.npy", mmap_mode="c")) == "", (
         "the mapping may have been changed in memory"
     )
+
+
+@pytest.mark.skipif(not hasattr(keras.config, "max_epochs"), reason="Keras has no such limits yet")
+def test_the_limits_of_keras_hold() -> None:
+    def plan_of(**given: Any) -> tuple[Any, ...]:
+        arguments = checked(FitArguments(print, NUMBERS, NUMBERS, batch_size=2, validation_split=0.5, **given))
+        _, plan = data_of(arguments, run_config(), 1)
+        return plan.epochs, plan.steps_per_epoch, plan.validation_steps
+
+    keras.config.set_max_epochs(3)
+    keras.config.set_max_steps_per_epoch(2)
+    try:
+        with pytest.warns(UserWarning, match="Limiting steps_per_epoch to 2"):
+            assert plan_of(epochs=2) == (2, 2, 2)
+        with pytest.warns(UserWarning, match="Limiting epochs to 3"):
+            assert plan_of(epochs=4, steps_per_epoch=1, validation_steps=1) == (3, 1, 1)
+        with pytest.raises(FitError, match=r"max_steps_per_epoch \(2\): cannot limit a validation on a function"):
+            checked(FitArguments(print, NUMBERS, NUMBERS, validation_data=print))
+        keras.config.set_max_steps_per_epoch(5)  # beyond a pass of 3 steps
+        with pytest.warns(UserWarning, match="Limiting steps_per_epoch to 5"):
+            assert plan_of() == (1, None, 5)
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tf2dist
 from tests.conftest import leave_free
 from tf2dist.errors import TrainingError
-from tf2dist.fitting.ranges import Ranges, range_size, rows_of
+from tf2dist.fitting.ranges import RangeCallback, Ranges, predict_part, range_size, rows_of
 from tf2dist.launch import single_run
 
 X = np.arange(120.0).reshape(40, 3)
@@ -283,3 +283,21 @@ def test_an_output_without_a_row_for_each_example_is_refused() -> None:
     assert [len(rows) for rows in rows_of({"a": X, "b": [X]}, 40, "m")] == [40, 40]
     with pytest.raises(tf2dist.ConfigError, match=r"model \(m\): its predict gives 2 rows for 40 examples"):
         rows_of([X, X[:2]], 40, "m")
+
+
+@pytest.mark.skipif(not hasattr(keras.config, "max_epochs"), reason="Keras has no such limits yet")
+def test_a_limit_of_keras_is_that_of_the_whole_prediction(
+    nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = model()
+    keras.config.set_max_steps_per_epoch(2)
+    try:
+        begin(net, X, batch_size=8)
+        assert "Limiting steps_per_epoch to 2" in capsys.readouterr().err
+        assert len(net.predict(X, 8, verbose=0)) == 16
+        assert len(predict_part(net, X, 8, RangeCallback(Ranges(nothing_starts, 40, 40), 0))) == 40
+    finally:
+        keras.config.set_max_steps_per_epoch(None)
+    with pytest.raises(tf2dist.ConfigError, match="other examples"):
+        tf2dist.predict(net, X, 8, run_dir="run")
+    begin(net, X[:16], batch_size=8)

@@ -92,13 +92,18 @@ def predict(
     started_at = time.time()
     give_to_script()
     shipping.check_caller("predict")
-    batch_size = refusals.check_numbers(batch_size=batch_size)["batch_size"] or inputs.DEFAULT_BATCH_SIZE
+    batch_size = refusals.check_numbers(batch_size=batch_size)["batch_size"]
     config, place = configuration(cluster, run_dir, options)
     level = refusals.check_verbose(verbose)
     console = console_of(level)
     console.note(opening_line("predict", place))
     refusals.check_data(x, "x")
     examples = inputs.training_examples(x, None, None, None)
+    limit = request.limit_of_keras("max_steps_per_epoch")
+    batch_size = inputs.batch_size_of(batch_size, len(examples), limit, 1)
+    if limit:
+        console.warn(f"Limiting steps_per_epoch to {limit}")
+        examples = examples[: limit * batch_size]
 
     request.leave_gpus_to_tasks()
     with private_folder() as job:

@@ -174,12 +174,7 @@ def predict_ranges(context: TaskContext) -> None:
         if ranges.has(number):
             continue
         part = splits.train[ranges.examples(number)]
-        outputs = model.predict(
-            keras.tree.map_structure(as_keras_takes, part.x),
-            batch_size,
-            verbose=0,
-            callbacks=[RangeCallback(ranges, number)],
-        )
+        outputs = predict_part(model, part.x, batch_size, RangeCallback(ranges, number))
         if not ranges.has(number):
             ranges.save(number, rows_of(outputs, len(part), source.name), str(task))
             print(f"range {number} of {len(ranges)}", flush=True)
@@ -193,6 +188,13 @@ def predict_ranges(context: TaskContext) -> None:
     if task == cluster.leader:
         secs = round(time.monotonic() - start, 3)
         to_launcher.send(ResultMessage({"model": source.name, "examples": ranges.num_examples, "secs": secs}))
+
+
+def predict_part(model: keras.Model, x: Any, batch_size: int, callback: keras.callbacks.Callback) -> Any:
+    """The outputs for some examples, all of them: a limit of Keras is that of the whole prediction."""
+    getattr(keras.config, "set_max_steps_per_epoch", lambda _: None)(None)  # which not every version has
+    leaves = keras.tree.map_structure(as_keras_takes, x)
+    return model.predict(leaves, batch_size, verbose=0, callbacks=[callback])
 
 
 def as_keras_takes(leaf: np.ndarray | None) -> Any:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -93,9 +94,10 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 def checked(arguments: FitArguments) -> FitArguments:
     """The arguments, as far as each can be checked by itself."""
     numbers = refusals.check_numbers(**{name: getattr(arguments, name) for name in NUMBERS})
-    epochs, first, seed = numbers["epochs"], arguments.initial_epoch, arguments.seed
-    if epochs is None:  # of the others None is the default
+    if numbers["epochs"] is None:  # of the others None is the default
         raise FitError("epochs (None): must be a whole number of at least 1")
+    numbers |= _limits(numbers, arguments.is_validated_on_stream)
+    epochs, first, seed = numbers["epochs"], arguments.initial_epoch, arguments.seed
     if not refusals.is_whole(first) or not 0 <= first < epochs:
         raise FitError(f"initial_epoch ({first}): must be a whole number from 0 to {epochs - 1}")
     if not refusals.is_whole(seed):
@@ -104,11 +106,37 @@ def checked(arguments: FitArguments) -> FitArguments:
     return replace(arguments, initial_epoch=int(first), seed=int(seed), **numbers, **others)
 
 
+def limit_of_keras(name: str) -> int | None:
+    """The limit "max_epochs" or "max_steps_per_epoch" of Keras, which is meant for trials."""
+    limit: int | None = getattr(keras.config, name, lambda: None)()  # which not every version has
+    return limit
+
+
+def _limits(numbers: dict[str, Any], is_validated_on_stream: bool) -> dict[str, int]:
+    """Those numbers of `fit` that are beyond a limit of Keras, within it; warns of them as Keras does."""
+    steps = limit_of_keras("max_steps_per_epoch")
+    if steps and is_validated_on_stream:
+        raise FitError(
+            f"keras.config.max_steps_per_epoch ({steps}): cannot limit a validation on a function as validation_data; "
+            "set it to None, and give steps_per_epoch and use dataset.take"
+        )
+    limits = {"epochs": limit_of_keras("max_epochs"), "steps_per_epoch": steps, "validation_steps": steps}
+    limited = {name: limit for name, limit in limits.items() if limit and (numbers[name] or limit + 1) > limit}
+    for name in limited.keys() - {"validation_steps"}:
+        warnings.warn(f"Limiting {name} to {limited[name]}", stacklevel=2)
+    return limited
+
+
 def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tuple[Splits, EpochPlan]:
     """The data to train and to validate on, and the plan of the epochs; sets the batch size of the configuration."""
     plan = EpochPlan(**{field.name: getattr(arguments, field.name) for field in fields(EpochPlan)})
     if arguments.data is None:
         splits = _splits_of_arrays(arguments, config, num_workers)
+        # Where it is the limit of Keras, it makes no epoch longer than one pass.
+        batch = config.train.batch_size_per_worker * config.batches_per_update(num_workers)
+        limit = limit_of_keras("max_steps_per_epoch")
+        if limit and limit == plan.steps_per_epoch and limit * batch >= len(splits.train):
+            plan = replace(plan, steps_per_epoch=None)
     else:
         stream = _stream_of(arguments, arguments.data, config, num_workers)
         validation = None if arguments.is_validated_on_stream else arguments.validation_data
