@@ -125,7 +125,8 @@ class Scales(keras.layers.Layer):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.scale, self.calls, self.shape, self.texts = 1.0, 0, None, {"of": [self.name]}
+        self.scale, self.calls, self.texts = 1.0, 0, {"of": [self.name]}
+        self.shape: tuple[int, ...] | None = None
 
     def call(self, inputs: Any) -> Any:
         self.calls, self.shape = self.calls + 1, tuple(inputs.shape)

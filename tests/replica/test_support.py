@@ -16,11 +16,17 @@ OTHERS = (
     "two variables are called",  # a checkpoint names them
     *("is compiled without an optimizer", "needs {} GB more memory"),  # `fit` alone can be asked so
 )
+# By a feature another one that everything with it has, too.
+CASE_OF = {
+    features.CONSTRAINT_OF_PARTS: features.CONSTRAINT,
+    features.REPEATS: features.IN_PHASES,
+    features.ASSIGNED_UPDATED: features.IN_PHASES,
+}
 
 
 def works(feature: Feature) -> dict[str, str]:
     """By column of the table in docs/modes.md where a feature works."""
-    refused = [feature, *([feature.case_of] if feature.case_of else [])]
+    refused = {feature, CASE_OF.get(feature)}
     ways = [way.works for way in support.WAYS if any(one in way.refuses for one in refused)]
     found = {column: dict.fromkeys(works[column] for works in ways if column in works) for column in COLUMNS}
     return {column: "no" if "no" in cells else ", ".join(cells) or "yes" for column, cells in found.items()}

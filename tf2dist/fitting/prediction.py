@@ -109,7 +109,7 @@ def predict(
     with private_folder() as job:
         tables = Tables(job / shipping.TABLES)
         sent = load_in_files(model, None, {}, tables) if isinstance(model, str | os.PathLike) else model
-        local = local_model(sent)
+        local = model_with_weights(sent)
         name = request.name_of(local)
         outputs = outputs_of(local, name, examples)
         request.set_model_options(config, local, name, ARRAYS_OF_FIT)
@@ -164,8 +164,8 @@ def configuration(
     return config, Place(workers, Task("worker", there.training_tasks.index(task)))
 
 
-def local_model(model: Any) -> keras.Model:
-    """The model in this process."""
+def model_with_weights(model: Any) -> keras.Model:
+    """The model to predict with, in this process."""
     if not isinstance(model, keras.Model) and callable(model):
         model = model()
     if not isinstance(model, keras.Model):

@@ -75,7 +75,7 @@ def metrics_apart(step: CompiledStep, splits: Splits) -> list[str]:
     )
     if not parts:
         return []
-    found = [_dependence(*values, values[-1]) for values in zip(*parts, strict=True)]
+    found = [_dependence(first, second, whole, whole) for first, second, whole in zip(*parts, strict=True)]
     apart = {id(v) for v, one in zip(variables, found, strict=True) if one is not Dependence.MEAN}
     return [metric.name for metric in metrics if apart.intersection(map(id, metric.variables))]
 

@@ -56,11 +56,12 @@ def _lost_attribute(original: Any, copied: Any) -> str | None:
     is_function = (types.FunctionType, types.MethodType)
     # Such as a train_step of this object alone. Keras itself wraps some of the methods.
     functions = [key for key, value in attributes.items() if isinstance(value, is_function) and hasattr(kind, key)]
-    if lost := [key for key in functions if key not in others]:
+    lost: list[str] = [key for key in functions if key not in others]
+    if lost:
         return lost[0]
     if _is_of_keras(kind):  # its configuration is complete
         return None
-    varying = _varying(kind)
+    varying = _varying(kind)  # type: ignore[arg-type]
     settings = {key: v for key, v in attributes.items() if key not in varying and not key.startswith(OF_TENSORFLOW)}
     return different_attribute(settings, others)
 

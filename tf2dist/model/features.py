@@ -38,13 +38,11 @@ class Feature:
             `OwnStep`; "optimizer", a `Trained`.
         shown: in docs/modes.md.
         find: what has the feature, such as the path of a variable; None if nothing has it.
-        case_of: a feature that everything with this one has, too.
     """
 
     of: str
     shown: str
     find: Callable[[Any], str | None]
-    case_of: "Feature | None" = None
 
 
 def _first(found: Iterable[keras.Variable]) -> str | None:
@@ -74,7 +72,6 @@ CONSTRAINT_OF_PARTS = Feature(
     "model",
     "constraints of variables that are cut",
     lambda model: _first(v for v in model.trainable_variables if v.constraint is not None and len(parts_of(v)) > 1),
-    CONSTRAINT,
 )
 SYNCHRONIZED = Feature(
     "model",
@@ -174,13 +171,11 @@ REPEATS = Feature(
     "train_step",
     "such a `train_step` that applies an optimizer, or trains a variable, more than once",
     lambda step: _when(step.is_in_phases and step.repeats),
-    IN_PHASES,
 )
 ASSIGNED_UPDATED = Feature(
     "train_step",
     "such a `train_step` that also assigns what it has updated",
     lambda step: _first(step.trace.assigned) if step.is_in_phases else None,
-    IN_PHASES,
 )
 UNSIGNED = Feature("step", "untrained weights of type bool or unsigned integers", lambda step: _unsigned_of(step.state))
 NOT_MEAN = Feature("step", 'weights with an aggregation other than `"mean"`', _not_mean)
