@@ -129,7 +129,7 @@ NO_SUM = Feature(
 )
 FOREIGN = Feature(
     "step",
-    "a call that assigns what is no variable of the model, such as Keras' global random generator",
+    "a call that assigns something that is not a variable of the model, such as Keras' global random generator",
     lambda step: next(iter(step.trace.foreign), None),
 )
 BYPASSED = Feature(
