@@ -1,7 +1,6 @@
 """Losses and metrics of compiled models: those that work with several workers, and those that are refused."""
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -436,58 +435,6 @@ def test_an_own_loss_is_evaluated_in_the_batches_of_keras() -> None:
     step, _ = built(own_loss)
     assert chunk_size(32, step, EpochPlan()) == 32
     assert chunk_size(32, built(lambda: compiled(dense(), CROSSENTROPY()))[0], EpochPlan()) > 32
-
-
-def largest_output(y: Any, y_pred: Any) -> Any:
-    return keras.ops.max(keras.ops.abs(y_pred))
-
-
-class Tracking(keras.Model):  # type: ignore[misc]
-    """The example in Keras's `Model.compute_loss`: its metrics are the tracker alone."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
-        loss = keras.ops.mean(keras.ops.square(y_pred - keras.ops.cast(y, y_pred.dtype)))
-        self.loss_tracker.update_state(loss)
-        return loss
-
-    def reset_metrics(self) -> None:
-        self.loss_tracker.reset_state()
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.loss_tracker]
-
-
-def tracking() -> keras.Model:
-    images = keras.Input((28, 28, 1))
-    return compiled(Tracking(images, dense(1)(images)), "mse")
-
-
-@pytest.mark.parametrize("make", [lambda: compiled(dense(1), "mse", metrics=["mae", largest_output]), tracking])
-def test_a_metric_that_is_one_number_for_a_batch_is_evaluated_in_the_batches_of_keras(
-    make: Callable[[], keras.Model],
-) -> None:
-    step, _ = built(make)
-    size = chunk_size(32, step, EpochPlan())
-    examples = load_digits(run_config().data).train[:100]
-    parts = [examples[first : first + size] for first in range(0, 100, size)]
-    sums = np.sum([step.evaluate(*step.values(), [tf.constant(leaf) for leaf in part.leaves]) for part in parts], 0)
-    expected = step.model.evaluate(examples.x, examples.y, 32, verbose=0, return_dict=True)
-    assert step.metrics.results(sums[1:]) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_metric_that_is_one_number_for_a_batch_is_noted_where_workers_have_parts() -> None:
-    splits = data.Splits(load_digits(run_config().data).train)
-    for metrics, noted in (([largest_output, "mae"], "largest_output: the number"), ([mean_of_all, "mae"], "")):
-        step, _ = built(functools.partial(compiled, dense(1), "mse", metrics=metrics))
-        assert step.depends_on_batches
-        note = model_checks.check_batches("given", step, splits)
-        assert note.startswith(noted)
-        assert bool(note) == bool(noted)
 
 
 def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer() -> None:

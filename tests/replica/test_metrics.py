@@ -1,6 +1,7 @@
 """The sums of all workers give the value of every metric of Keras; other metrics are refused by name."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,15 @@ import tensorflow as tf
 
 from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config
+from tests.replica.test_compiled_models import built, dense, mean_of_all
+from tests.replica.test_compiled_models import compiled as compiled_with
 from tf2dist.data.arrays import Arrays
+from tf2dist.data.loading import load_digits
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
-from tf2dist.model.source import build_step
+from tf2dist.model import model_checks
+from tf2dist.model.evaluation import chunk_size
+from tf2dist.model.source import EpochPlan, build_step
 from tf2dist.model.step import Step, without_padding
 
 N = 60
@@ -181,3 +187,58 @@ def test_a_metric_whose_state_is_not_a_sum_is_refused_by_name(metric: Any) -> No
     )
     with pytest.raises(ConfigError, match=words):
         build_step(source, source.load(), run_config(), contextlib.nullcontext())
+
+
+# Metrics that are one number for a batch.
+
+
+def largest_output(y: Any, y_pred: Any) -> Any:
+    return keras.ops.max(keras.ops.abs(y_pred))
+
+
+class Tracking(keras.Model):  # type: ignore[misc]
+    """The example in Keras's `Model.compute_loss`: its metrics are the tracker alone."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
+        loss = keras.ops.mean(keras.ops.square(y_pred - keras.ops.cast(y, y_pred.dtype)))
+        self.loss_tracker.update_state(loss)
+        return loss
+
+    def reset_metrics(self) -> None:
+        self.loss_tracker.reset_state()
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.loss_tracker]
+
+
+def tracking() -> keras.Model:
+    images = keras.Input((28, 28, 1))
+    return compiled_with(Tracking(images, dense(1)(images)), "mse")
+
+
+@pytest.mark.parametrize("make", [lambda: compiled_with(dense(1), "mse", metrics=["mae", largest_output]), tracking])
+def test_a_metric_that_is_one_number_for_a_batch_is_evaluated_in_the_batches_of_keras(
+    make: Callable[[], keras.Model],
+) -> None:
+    step, _ = built(make)
+    size = chunk_size(32, step, EpochPlan())
+    examples = load_digits(run_config().data).train[:100]
+    parts = [examples[first : first + size] for first in range(0, 100, size)]
+    sums = np.sum([step.evaluate(*step.values(), [tf.constant(leaf) for leaf in part.leaves]) for part in parts], 0)
+    expected = step.model.evaluate(examples.x, examples.y, 32, verbose=0, return_dict=True)
+    assert step.metrics.results(sums[1:]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_metric_that_is_one_number_for_a_batch_is_noted_where_workers_have_parts() -> None:
+    splits = Splits(load_digits(run_config().data).train)
+    for metrics, noted in (([largest_output, "mae"], "largest_output: the number"), ([mean_of_all, "mae"], "")):
+        step, _ = built(functools.partial(compiled_with, dense(1), "mse", metrics=metrics))
+        assert step.depends_on_batches
+        note = model_checks.check_batches("given", step, splits)
+        assert note.startswith(noted)
+        assert bool(note) == bool(noted)
