@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf2dist import cli
-from tf2dist.config import decode
+from tf2dist.config import decode, for_fit
 from tf2dist.config.checks import check
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
@@ -309,6 +309,12 @@ def test_a_path_that_looks_like_another_value_stays_as_it_is(
     monkeypatch.chdir(tmp_path)
     config = load([f"run_dir={name}", f"data.dir={name}", f"init_from={name}"], None)
     assert (config.run_dir, config.data.dir, config.init_from) == (name, name, name)
+
+
+@pytest.mark.parametrize("text", [r"hidden[\d]+", r"a\b: c", r"it's a\'b", "[a\\"])
+def test_a_backslash_of_a_text_stays_as_it_is(text: str) -> None:
+    assert load([f"run_dir={text}"], None).run_dir == text
+    assert load(for_fit.listed(for_fit.joined([f"run_dir={text}"])), None).run_dir == text, "for calls of fit"
 
 
 def test_the_run_directory_has_another_name() -> None:
