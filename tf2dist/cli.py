@@ -60,7 +60,7 @@ def hydra_output(hydra: Hydra, args: argparse.Namespace) -> str:
             elif args.hydra_help:
                 hydra.hydra_help(name, get_args_parser(), args)
             else:
-                overrides = prepare_overrides(args.overrides, os.environ.get("TF_CONFIG") or None)
+                overrides = prepare_overrides(hydra, name, args.overrides, os.environ.get("TF_CONFIG") or None)
                 if args.cfg:
                     hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
                 else:
@@ -75,7 +75,7 @@ def hydra_output(hydra: Hydra, args: argparse.Namespace) -> str:
 def start(hydra: Hydra, args: argparse.Namespace, started_at: float, signals: Signals) -> None:
     """Runs what the flags and overrides ask for: once, or in several jobs."""
     name = args.config_name
-    overrides = prepare_overrides(args.overrides, os.environ.get("TF_CONFIG") or None)
+    overrides = prepare_overrides(hydra, name, args.overrides, os.environ.get("TF_CONFIG") or None)
     is_sweep = args.multirun or SWEEP in overrides
     if not is_sweep:
         composed = hydra.compose_config(name, overrides, RunMode.RUN)

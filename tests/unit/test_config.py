@@ -48,6 +48,7 @@ def test_the_last_value_of_an_option_counts(capsys: pytest.CaptureFixture[str]) 
 
 def test_tf_config_chooses_the_cluster() -> None:
     assert load([], TF_CONFIG).cluster.kind == "tf_config"
+    assert load(["cluster=ranks", "mode=sync"], TF_CONFIG).cluster.kind == "ranks"
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
@@ -274,7 +275,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 
 @pytest.mark.parametrize("options", [["cluster=local3"], ["cluster=hosts", "task.type=worker", "task.index=0"]])
 def test_a_cluster_inside_another_cluster_is_refused(options: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"TF_CONFIG is set.*; leave out cluster=\.\.\., or unset TF_CONFIG to "):
+    with pytest.raises(ConfigError, match=r"TF_CONFIG is set.*; give cluster=tf_config, or unset TF_CONFIG to "):
         load(options, TF_CONFIG)
 
 

@@ -22,6 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/experiment/bare.yaml": "train: {steps: 40}\n",
         "conf/experiment/torn.yaml": "# @package _global_\ntrain:\n  steps: [40\n",
         "conf/experiment/env.yaml": "# @package _global_\nrun_dir: ${oc.env:A_FOLDER}/${oc.select:nothing,x}\n",
+        "conf/experiment/ranked.yaml": "# @package _global_\ndefaults: [{override /cluster: ranks}]\n",
         "conf/model/small.yaml": "name: dnn\nhidden_units: [7, 8]\n",
         "conf/model/cnn.yaml": "name: dnn\nhidden_units: [1]\n",
         "conf/length/short.yaml": "# @package _global_\ntrain: {steps: 3}\n",
@@ -46,6 +47,15 @@ def test_an_own_experiment(folder: Path) -> None:
     assert load(["experiment=book_sync"], None, OWN) == load(["experiment=book_sync"], None)
 
 
+def test_an_own_experiment_chooses_the_cluster_before_tf_config_does(folder: Path) -> None:
+    text = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    assert load(["experiment=ranked", "mode=sync"], text, OWN).cluster.kind == "ranks"
+    assert load(["experiment=ranked", "cluster=tf_config"], text, OWN).cluster.kind == "tf_config"
+    assert load(["experiment=mine"], text, OWN).cluster.kind == "tf_config"
+    with pytest.raises(ConfigError, match=r"cluster \(local\): .* give cluster=tf_config, or unset TF_CONFIG to train"):
+        load(["experiment=staleness"], text)
+
+
 def test_an_own_choice(folder: Path) -> None:
     assert load(["model=small"], None, OWN).model == {"name": "dnn", "hidden_units": [7, 8]}
     assert load(["+length=short"], None, OWN).train.steps == 3
@@ -64,7 +74,7 @@ def test_an_own_beginning(folder: Path) -> None:
     ("overrides", "source", "words"),
     [
         (["model=smal"], OWN, "must be one of cnn, dnn, small, softmax, tanh, two_tower; did you mean small?"),
-        (["experiment=mien"], OWN, "mine, regression, staleness, torn, wrong; did you mean mine?"),
+        (["experiment=mien"], OWN, "mine, ranked, regression, staleness, torn, wrong; did you mean mine?"),
         (
             ["experiment=wrong"],
             OWN,

@@ -22,7 +22,7 @@ NO_FOLDER = ConfigSource()
 
 def jobs(*overrides: str, source: ConfigSource = NO_FOLDER) -> list[Job]:
     with open_hydra(source) as hydra:
-        arguments = [*prepare_overrides(list(overrides), None), "hydra.mode=MULTIRUN"]
+        arguments = [*prepare_overrides(hydra, source.name, list(overrides), None), "hydra.mode=MULTIRUN"]
         return jobs_of(hydra, hydra.compose_config(source.name, arguments, RunMode.MULTIRUN), lambda config: None)
 
 
@@ -164,7 +164,7 @@ def test_a_sweeper_compares_the_loss_where_there_is_no_accuracy() -> None:
 
 def test_a_sweep_with_a_job_that_was_stopped_alone_has_failed(tmp_path: Path) -> None:
     """As by a signal to one process of a launcher."""
-    overrides = [*prepare_overrides(["seed=1", f"hydra.sweep.dir={tmp_path}/sweep"], None), "hydra.mode=MULTIRUN"]
+    overrides = ["seed=1", f"hydra.sweep.dir={tmp_path}/sweep", "hydra.mode=MULTIRUN"]
     says = r"1 of 1 jobs failed: job 0 \(exit code 143\); the same command with hydra\.sweep\.dir="
     with open_hydra(NO_FOLDER) as hydra, Signals() as signals, pytest.raises(SomeFailed, match=says) as error:
         run_sweep(hydra, NO_FOLDER.name, overrides, lambda job: Failed(128 + signal.SIGTERM), signals)

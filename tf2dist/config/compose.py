@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import version
@@ -184,6 +184,15 @@ class Loader(ConfigLoaderImpl):
         OmegaConf.copy_cache(from_config=master_config, to_config=composed)  # such as the time of the sweep
         return composed
 
+    def chooses(self, group: str, config_name: str, overrides: list[str]) -> bool:
+        """Whether the command line or a file overrides the choice of conf/config.yaml in a group."""
+        _register_plugins(overrides)
+        try:
+            defaults_list = self.compute_defaults_list(config_name, overrides, RunMode.MULTIRUN)
+            return group in defaults_list.overrides.override_choices
+        except ERRORS:
+            return True  # with what is wrong there is no configuration, and composing it gives the message
+
     def keep(self, composed: DictConfig) -> None:
         """Makes a configuration the answer to the next request, since composing it takes a tenth of a second."""
         self._composed = composed
@@ -267,8 +276,12 @@ def hydra_settings(composed: DictConfig) -> Iterator[list[str]]:
         holder.cfg = previous
 
 
-def prepare_overrides(overrides: list[str], tf_config: str | None) -> list[str]:
-    """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if there is one."""
+def prepare_overrides(hydra: Hydra, name: str, overrides: list[str], tf_config: str | None) -> list[str]:
+    """The overrides of a command line for Hydra: paths quoted, and the cluster of TF_CONFIG chosen if no other is.
+
+    Args:
+        name: of the primary configuration file.
+    """
     for override in overrides:
         key = _key(override)
         group, _, argument = key.partition(".")
@@ -281,7 +294,7 @@ def prepare_overrides(overrides: list[str], tf_config: str | None) -> list[str]:
         if argument and (declared.is_choice if declared else argument == "name" and group in PLUGIN_GROUPS):
             raise ConfigError(f"{override[:60]}: is set by another option; choose with {group}=NAME")
     ready = [quoted(override) for override in overrides]
-    if tf_config and not any(override.startswith("cluster=") for override in overrides):
+    if tf_config and not cast(Loader, hydra.config_loader).chooses("cluster", name, ready):
         ready.append("cluster=tf_config")
     return ready
 

@@ -103,7 +103,7 @@ def load(overrides: list[str], tf_config: str | None, source: ConfigSource = BUI
         source: the configuration files.
     """
     with open_hydra(source) as hydra:
-        ready = prepare_overrides(overrides, tf_config)
+        ready = prepare_overrides(hydra, source.name, overrides, tf_config)
         # An override with ${...} may be about the working directory, which Hydra notes when it composes.
         if source == BUILT_IN and not any("${" in override for override in ready):
             composed = _composed_before(tuple(ready))
@@ -157,7 +157,7 @@ def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
         instead = "use the lists given here" if is_listed else "train on this machine alone"
         raise ConfigError(
             f"cluster ({config.cluster.kind}): the environment variable TF_CONFIG is set, so this process is one task "
-            f"of another cluster; leave out cluster=..., or unset TF_CONFIG to {instead}"
+            f"of another cluster; give cluster=tf_config, or unset TF_CONFIG to {instead}"
         )
     check(config)
     # After the checks, whose messages show paths as the user wrote them. Absolute, so that they mean the same in every
