@@ -80,6 +80,39 @@ def test_a_wrong_request_is_refused(
     assert sorted(files.rglob("*")) == before, "nothing is left half-made"
 
 
+IN_RANKS = {"TF2DIST_ADDRESSES": "a,b", "TF2DIST_RANK": "0"}
+IN_A_JOB = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0"}
+IN_A_STEP = {**IN_A_JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+ALONE = "each of which would train alone; add cluster={}, or cluster=local if that is meant"
+LATER = "simulate.delay_secs ([1]): has 1 numbers for 3 workers"  # what is checked after the engine
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "words"),
+    [
+        (IN_RANKS, ["mode=sync"], ALONE.format("ranks")),
+        (IN_A_STEP, ["mode=sync"], ALONE.format("slurm")),
+        (IN_A_STEP, ["mode=sync", "cluster=local3"], LATER),
+        (IN_A_JOB, ["mode=sync"], LATER),
+        (IN_A_STEP | {"SLURM_STEP_NUM_TASKS": "1"}, ["mode=sync"], LATER),
+    ],
+)
+def test_a_local_cluster_in_each_task_of_an_engine_is_refused(
+    variables: dict[str, str],
+    options: list[str],
+    words: str,
+    empty: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*options, "data=digits", "simulate.delay_secs=[1]"])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_at_least_sixty_requests_are_tried() -> None:
     different = {(tuple(options), variable) for options, variable, _ in REQUESTS}
     assert len(different) >= 60

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from tf2dist.cluster.addresses import check_control_ports, check_not_public, exposure_warning
 from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
-from tf2dist.cluster.sources import find_place
+from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config import load
 from tf2dist.config.compose import ERRORS, Loader, hydra_message
@@ -199,6 +199,7 @@ def start_run(
         overrides: of the command line, from which Hydra has composed.
     """
     config, place = checked(composed, os.environ)
+    check_engine(config, overrides, os.environ)
     config.run_dir = run_dir_of(composed, config)
     console = Console()
     prepare(config, place, console)
@@ -233,6 +234,16 @@ def checked(composed: DictConfig, environ: Mapping[str, str]) -> tuple[RunConfig
     """The configuration, and the place of this process in the cluster. Raises RequestError."""
     config = to_config(composed, environ.get("TF_CONFIG"))
     return config, find_place(config, environ)
+
+
+def check_engine(config: RunConfig, overrides: list[str], environ: Mapping[str, str]) -> None:
+    """Refuses a local cluster in each task of an engine, unless the command line asks for it. Raises ConfigError."""
+    is_asked_for = any(override.startswith("cluster=") for override in overrides)
+    if config.cluster.kind == "local" and not is_asked_for and (engine := of_engine(environ)):
+        raise ConfigError(
+            "cluster (local): an engine has started this process as one of several, each of which would train alone; "
+            f"add cluster={engine}, or cluster=local if that is meant"
+        )
 
 
 def prepare(config: RunConfig, place: Place, console: Console) -> None:
