@@ -102,6 +102,24 @@ def test_the_contenders_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
+    ("experiment", "until", "length"),
+    [
+        ("cnn", "50steps", (50, None, None)),
+        ("book_async", "50steps", (50, None, None)),
+        ("cnn", "30s", (None, 10_000, 30)),
+        ("book_async", "30s", (None, 10_000, 30)),
+        ("cnn", "0.9", (None, 10, None)),
+    ],
+)
+def test_the_end_of_the_runs_replaces_the_length_in_a_file(
+    experiment: str, until: str, length: tuple[float | None, ...]
+) -> None:
+    options = (f"experiment={experiment}", f"until={until}", "data=digits", "modes=async", "delays=0")
+    train = contenders(*options)[1][0].config.train
+    assert (train.steps, train.epochs, train.until_secs) == length
+
+
+@pytest.mark.parametrize(
     ("until", "expected"),
     [
         *(("0.9", "train.until_accuracy=0.9"), ("30s", "train.until_secs=30"), ("50steps", "train.steps=50")),

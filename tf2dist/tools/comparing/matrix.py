@@ -364,7 +364,7 @@ def _contender(
     if not any(override.startswith("figure=") for override in overrides):
         overrides.append("figure=false")
     eval_every_steps = max(1, round(_eval_every_examples(options, base) / (batches * base.train.batch_size_per_worker)))
-    overrides += [*_length(options, overrides), f"train.eval_every_steps={eval_every_steps}", "timeline=true"]
+    overrides += [*_length(options, overrides, base), f"train.eval_every_steps={eval_every_steps}", "timeline=true"]
     if options.until.kind in ("accuracy", "secs"):
         overrides.append(f"train.until_{options.until.kind}={options.until.number}")
     return Contender(
@@ -380,16 +380,26 @@ def _contender(
     )
 
 
-def _length(options: Options, overrides: list[str]) -> list[str]:
-    """The override for the longest that a run may take."""
+# By the kind of the end: the other ends, which a file may set and the comparison takes away.
+OTHER_ENDS = {
+    "accuracy": ("until_secs",),
+    "steps": ("epochs", "until_accuracy", "until_secs"),
+    "secs": ("steps", "until_accuracy"),
+}
+
+
+def _length(options: Options, overrides: list[str], base: RunConfig) -> list[str]:
+    """The overrides for the longest that a run may take; `base`: with what a file says about it."""
+    until = options.until
+    replaced = [f"train.{end}=null" for end in OTHER_ENDS[until.kind] if getattr(base.train, end) is not None]
     has_epochs = any(override.startswith("train.epochs=") for override in overrides)
-    if options.until.kind == "steps":
+    if until.kind == "steps":
         if has_epochs:
-            raise ConfigError(f"train.epochs: until={options.until} is the end of the runs; leave one of them out")
-        return [f"train.steps={options.until.number}"]
-    if options.until.kind == "secs" and not has_epochs:
-        return [f"train.epochs={SECS_EPOCHS}"]
-    return []
+            raise ConfigError(f"train.epochs: until={until} is the end of the runs; leave one of them out")
+        return [*replaced, f"train.steps={until.number}"]
+    if until.kind == "secs" and not has_epochs:
+        return [*replaced, f"train.epochs={SECS_EPOCHS}"]
+    return replaced
 
 
 def _eval_every_examples(options: Options, config: RunConfig) -> float:
