@@ -106,6 +106,11 @@ OPTIONS: list[tuple[list[str], str]] = [
     (["-m", "stepss=3,4"], "stepss: there is no such option; did you mean train.steps? (in job 0"),
     (["-m", "run_dir=a,b"], "run_dir (a): each job of a sweep has its own; give hydra.sweep.dir=DIR"),
     (["-m", "cluster=local1,hosts"], "cluster (hosts): "),
+    (
+        ["-m", "hydra.sweeper.params={seed:'1,2'}"],
+        "hydra.sweeper.params={seed:'1,2'}: can be set in a file alone; give",
+    ),
+    (["-m", "+hydra.sweeper.params.seed='1,2'"], "+hydra.sweeper.params.seed='1,2': can be set in a file alone"),
     (["-m", "hydra.sweep.dir=${x}"], "hydra.sweep.dir: cannot be filled in"),
     (["-m", "hydra.sweep.dir="], "hydra.sweep.dir (): is not a valid name of a directory"),
     (["-m", "hydra.sweep.dir={files}"], "is the directory of one run; name another directory"),

@@ -25,6 +25,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/experiment/ranked.yaml": "# @package _global_\ndefaults: [{override /cluster: ranks}]\n",
         "conf/model/small.yaml": "name: dnn\nhidden_units: [7, 8]\n",
         "conf/model/cnn.yaml": "name: dnn\nhidden_units: [1]\n",
+        "conf/model/listed.yaml": "name: [a]\n",
+        "conf/model/nameless.yaml": "units: 3\n",
         "conf/length/short.yaml": "# @package _global_\ntrain: {steps: 3}\n",
         "conf/mine.yaml": "defaults: [config, _self_]\nseed: 9\n",
         "conf/bare.yaml": "seed: 9\n",
@@ -61,6 +63,12 @@ def test_an_own_choice(folder: Path) -> None:
     assert load(["+length=short"], None, OWN).train.steps == 3
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_own_choice_of_a_plugin_is_the_file_alone(folder: Path) -> None:
+    (folder / "mine.py").touch()
+    assert load(["plugins=[mine.py]", "model=small"], None, OWN).model == {"name": "dnn", "hidden_units": [7, 8]}
+
+
 def test_of_two_files_with_one_name_ours_is_taken_as_with_hydra(folder: Path) -> None:
     assert load(["model=cnn"], None, OWN).model["name"] == "cnn"
 
@@ -73,7 +81,17 @@ def test_an_own_beginning(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "source", "words"),
     [
-        (["model=smal"], OWN, "must be one of cnn, dnn, small, softmax, tanh, two_tower; did you mean small?"),
+        (
+            ["model=listed", "plugins=[conf/mine.yaml]"],
+            OWN,
+            "model (['a']): must be a name of letters, digits, _ . and",
+        ),
+        (["model=nameless"], OWN, "model: its file lacks a name; add a line such as name: mine"),
+        (
+            ["model=smal"],
+            OWN,
+            "must be one of cnn, dnn, listed, nameless, small, softmax, tanh, two_tower; did you mean small?",
+        ),
         (["experiment=mien"], OWN, "mine, ranked, regression, staleness, torn, wrong; did you mean mine?"),
         (
             ["experiment=wrong"],
@@ -83,7 +101,7 @@ def test_an_own_beginning(folder: Path) -> None:
         (
             ["experiment=lost"],
             OWN,
-            "model (none_such): must be one of cnn, dnn, small, softmax, tanh, two_tower (in experiment/lost",
+            "model (none_such): must be one of cnn, dnn, listed, nameless, small, softmax, tanh, two_tower (in exper",
         ),
         (["length=short"], OWN, "length (short): is not a group of tf2dist; write +length=short for one of yours"),
         (["+length=long"], OWN, "length (long): must be one of short"),

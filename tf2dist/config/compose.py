@@ -99,6 +99,7 @@ def choices_by_option() -> dict[str, list[str]]:
 MAIN = "config"  # conf/config.yaml
 OPTIONS_NODE = "tf2dist_options"  # the defaults of the schema, with which conf/config.yaml begins
 TEXTS = ("hydra.run.dir", "hydra.sweep.dir", *(name for name, option in OPTIONS.items() if option.is_text))
+SWEEPER_PARAMS = "hydra.sweeper.params"
 FORM = "options look like train.steps=1000; put values with ~ : [ ] or blanks in quotes, as in ['~/a b']"
 # What Hydra and its parser raise: the last three for a name of 4,000 letters, a number of 5,000 digits, 500 brackets.
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
@@ -163,13 +164,20 @@ class Loader(ConfigLoaderImpl):
         if self._composed is not None:
             composed, self._composed = self._composed, None
             return composed
-        _register_plugins(overrides)
+        self._register_plugins(overrides)
         try:
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
             )
         except ERRORS as error:
             raise ConfigError(_explain(error, overrides, config_name, run_mode, self)) from None
+        except (AttributeError, AssertionError):
+            # What OmegaConf raises for items of a dict that is null, as Hydra declares this one.
+            if not (params := [override for override in overrides if _key(override).startswith(SWEEPER_PARAMS)]):
+                raise
+            raise ConfigError(
+                f"{params[0]}: can be set in a file alone; give the values themselves, as in seed=1,2"
+            ) from None
         if config_name is not None:
             if "run_dir" in composed and as_written(composed)["run_dir"] is None:
                 composed.run_dir = DEFAULT_RUN_DIR
@@ -186,7 +194,7 @@ class Loader(ConfigLoaderImpl):
 
     def chooses(self, group: str, config_name: str, overrides: list[str]) -> bool:
         """Whether the command line or a file overrides the choice of conf/config.yaml in a group."""
-        _register_plugins(overrides)
+        self._register_plugins(overrides)
         try:
             defaults_list = self.compute_defaults_list(config_name, overrides, RunMode.MULTIRUN)
             return group in defaults_list.overrides.override_choices
@@ -196,6 +204,18 @@ class Loader(ConfigLoaderImpl):
     def keep(self, composed: DictConfig) -> None:
         """Makes a configuration the answer to the next request, since composing it takes a tenth of a second."""
         self._composed = composed
+
+    def _register_plugins(self, overrides: list[str]) -> None:
+        """Makes every name of which there is no file, and which a plugin may register, a choice of its own."""
+        # Which names a plugin registers is known only when it is loaded, which the launching process does not do.
+        if not any(override.startswith("plugins=") for override in overrides):
+            return
+        for group, _, value in (override.partition("=") for override in overrides):
+            if group in PLUGIN_GROUPS:
+                for name in set(re.findall(r"[A-Za-z_][\w.-]*", value)):
+                    node = {"name": name} | ({"offline": "fail"} if group == "data" else {})
+                    if not self.repository.config_exists(f"{group}/{name}"):
+                        ConfigStore.instance().store(name, node, group)
 
     def _check(self, composed: DictConfig, config_name: str, overrides: list[str], run_mode: RunMode) -> None:
         """Refuses options that do not exist, wherever they are given."""
@@ -213,6 +233,9 @@ class Loader(ConfigLoaderImpl):
                 f"--config-name ({config_name}): lacks {missing[0]} and others; begin the file with "
                 f'"defaults: [{MAIN}, _self_]"'
             )
+        for group in PLUGIN_GROUPS:
+            if OmegaConf.is_dict(composed.get(group)) and "name" not in composed[group]:
+                raise ConfigError(f"{group}: its file lacks a name; add a line such as name: mine")
 
     def _file_with(self, key: str, config_name: str, overrides: list[str], mode: RunMode) -> tuple[str, str]:
         """The last file that sets an option, and the part of the configuration that the file is about."""
@@ -321,18 +344,6 @@ def quoted(override: str) -> str:
 
 def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
-
-
-def _register_plugins(overrides: list[str]) -> None:
-    """Makes every unknown name that a plugin may register a choice of its own."""
-    # Which names a plugin registers is known only when it is loaded, which the launching process does not do.
-    if not any(override.startswith("plugins=") for override in overrides):
-        return
-    for group, _, value in (override.partition("=") for override in overrides):
-        if group in PLUGIN_GROUPS:
-            for name in set(re.findall(r"[A-Za-z_][\w.-]*", value)) - set(groups()[group]):
-                node = {"name": name} | ({"offline": "fail"} if group == "data" else {})
-                ConfigStore.instance().store(name, node, group)
 
 
 def _key(override: str) -> str:

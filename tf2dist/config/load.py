@@ -213,7 +213,7 @@ def _check_names(config: RunConfig, overrides: list[str]) -> None:
     # Names become parts of file names, such as that of the default run directory.
     names = {"model": config.model.get("name"), "optimizer": config.optimizer.get("name"), "data": config.data.name}
     for group, name in names.items():
-        if isinstance(name, str) and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", name):
+        if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", name)):
             raise ConfigError(f"{group} ({name}): must be a name of letters, digits, _ . and -, at most 64 of them")
         if not config.plugins and name not in groups()[group]:
             raise ConfigError(f"{group} ({name}): there is no such {group}; choose with {group}=NAME")
