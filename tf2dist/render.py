@@ -50,9 +50,10 @@ from tf2dist.config import for_fit
 from tf2dist.config.flags import check_for_one_run, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS
+from tf2dist.data.location import check_batch_size
 from tf2dist.errors import ConfigError, TfDistError, nearest
 from tf2dist.launch.console import show, show_lines
-from tf2dist.launch.single_run import report
+from tf2dist.launch.single_run import check_simulated, report
 from tf2dist.tools.engines import docker_compose, kubernetes, ray, sbatch
 from tf2dist.tools.engines.job_request import JobRequest
 
@@ -181,7 +182,11 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
     if len(request.tasks) > MAX_TASKS:
         raise ConfigError(f"cluster.num_ps ({config.cluster.num_ps}): makes more than {MAX_TASKS:,} tasks; give fewer")
     counts = Counter(task.job for task in request.tasks)
-    check_workers(config, Cluster(config.mode, {job: ("",) * count for job, count in counts.items()}))
+    cluster = Cluster(config.mode, {job: ("",) * count for job, count in counts.items()})
+    check_workers(config, cluster)
+    check_simulated(config, cluster)
+    if not program:  # which brings its own data
+        check_batch_size(config, cluster.num_workers)
     return ENGINES[name], request
 
 
