@@ -193,7 +193,7 @@ def first_snapshot(config: RunConfig, checkpoints: Checkpoints, warn: Notify) ->
     snapshot = checkpoints.newest(warn)
     if snapshot or not config.init_from:
         return snapshot
-    source = Checkpoints(Path(config.init_from).expanduser() / "checkpoints").newest(warn)
+    source = Checkpoints(Path(config.init_from) / "checkpoints").newest(warn)
     if source is None:
         raise CheckpointError(f"init_from ({config.init_from}): holds no checkpoint; name the directory of a run")
     # In another data format the same weights would belong to other pixels. Another epsilon does not matter to them.

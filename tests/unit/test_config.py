@@ -309,7 +309,7 @@ def test_a_path_that_looks_like_another_value_stays_as_it_is(
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     config = load([f"run_dir={name}", f"data.dir={name}", f"init_from={name}"], None)
-    assert (config.run_dir, config.data.dir, config.init_from) == (name, name, name)
+    assert (config.run_dir, config.data.dir, config.init_from) == (name, name, str(tmp_path / name))
 
 
 @pytest.mark.parametrize("text", [r"hidden[\d]+", r"a\b: c", r"it's a\'b", "[a\\"])

@@ -5,6 +5,7 @@ import io
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.types import RunMode
@@ -12,8 +13,10 @@ from hydra.types import RunMode
 from tf2dist.config.compose import ConfigSource, open_hydra, prepare_overrides
 from tf2dist.config.sweeps import Job, jobs_of
 from tf2dist.errors import ConfigError, SomeFailed
+from tf2dist.launch import single_run
+from tf2dist.launch.host_run import HostRun
 from tf2dist.launch.run_dir import finished_summary
-from tf2dist.launch.sweep import check_same, compared_value, run_sweep, sweep_dir
+from tf2dist.launch.sweep import check_same, compared_value, run_sweep, sweep_dir, sweep_job
 from tf2dist.launch.sweep_report import Failed, Row, as_csv, as_table, read_rows
 from tf2dist.signals import Signals
 
@@ -51,7 +54,7 @@ def test_the_jobs_are_the_same_as_with_hydra(overrides: list[str], lines: list[s
 def test_each_job_has_the_configuration_of_its_line() -> None:
     sweep_jobs = jobs("mode=async,sync", "train.steps=${seed},4", "seed=7", "init_from=/tmp,.")
     assert [(job.config.mode, job.config.train.steps, job.config.init_from) for job in sweep_jobs] == [
-        (mode, steps, source) for mode in ("async", "sync") for steps in (7, 4) for source in ("/tmp", ".")
+        (mode, steps, source) for mode in ("async", "sync") for steps in (7, 4) for source in ("/tmp", str(Path.cwd()))
     ]
     assert sweep_jobs[1].varying == {"mode": "async", "train.steps": "${seed}", "init_from": "."}
     assert [job.folder for job in sweep_jobs] == [str(number) for number in range(8)]
@@ -160,6 +163,26 @@ def test_a_sweeper_compares_the_loss_where_there_is_no_accuracy() -> None:
     assert compared_value({"validation_accuracy": 0.9, "validation_loss": 0.3}) == 0.9
     assert compared_value({"validation_mae": 0.2, "validation_loss": 0.3}) == 0.3
     assert compared_value({"test_loss": 0.3}) is None
+
+
+def test_relative_paths_are_those_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Hydra changes into the folder of each job."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "donor").mkdir()
+    paths = ["plugins=[mine.py]", "init_from=donor", "data.dir=donor"]
+    overrides = [*paths, "data=digits", "hydra.job.chdir=true", "hydra.sweep.dir=sweep", "hydra.mode=MULTIRUN"]
+    seen = []
+
+    def run_host(run: HostRun) -> dict[str, Any]:
+        seen.append((run.config.plugins, run.config.init_from, Path.cwd()))
+        (run.run_dir / "summary.json").write_text('{"global_step": 1}')
+        return {}
+
+    monkeypatch.setattr(single_run, "run_host", run_host)
+    with open_hydra(NO_FOLDER) as hydra, Signals() as signals:
+        run_sweep(hydra, NO_FOLDER.name, overrides, lambda job: sweep_job(job, lambda *_: None), signals)
+    assert seen == [([str(tmp_path / "mine.py")], str(tmp_path / "donor"), tmp_path / "sweep" / "0")]
 
 
 def test_a_sweep_with_a_job_that_was_stopped_alone_has_failed(tmp_path: Path) -> None:

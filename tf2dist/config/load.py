@@ -162,11 +162,16 @@ def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
     check(config)
     # After the checks, whose messages show paths as the user wrote them. Absolute, so that they mean the same in every
     # process.
-    config.plugins = [str(Path(path).expanduser().resolve()) for path in config.plugins]
+    config.plugins = [_absolute(path) for path in config.plugins]
+    config.init_from = _absolute(config.init_from) if config.init_from else None
     config.optimizer = with_floats("optimizer", config.optimizer)
     config.model = with_floats("model", config.model)
     config.keras = resolve(config.keras)
     return config
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
 
 
 def _resolved(composed: DictConfig) -> dict[str, Any]:

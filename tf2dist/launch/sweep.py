@@ -156,10 +156,12 @@ def sweep_job(composed: DictConfig, draw: Draw) -> float | Failed | None:
     run_dir, is_here = Path(HydraConfig.get().runtime.output_dir), is_basic(HydraConfig.instance().cfg, "launcher")
     with Signals() as signals:
         try:
-            config, place = checked(composed, {})
-            config.run_dir = str(run_dir)
             console = Console()
-            prepare(config, place, console)
+            # With hydra.job.chdir=true this is the folder of the job, and relative paths are those of the command line.
+            with contextlib.chdir(HydraConfig.get().runtime.cwd):
+                config, place = checked(composed, {})
+                config.run_dir = str(run_dir)
+                prepare(config, place, console)
             check_same(run_dir, config, f"{OPTION} ({run_dir.parent}): {run_dir.name} in it", True)
             summary, code = finished_summary(run_dir) or {}, 0
             if not summary:
