@@ -47,6 +47,7 @@ from tf2dist import files, signals
 from tf2dist.cluster.sources import check_workers
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config import for_fit
+from tf2dist.config.compose import name_of
 from tf2dist.config.flags import check_for_one_run, parse, source_of
 from tf2dist.config.load import load
 from tf2dist.config.schema import OPTIONS
@@ -163,7 +164,7 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
     asked = parse(others)
     check_for_one_run(asked, "is not for a request, which is for one run; leave it out")
     for override in asked.overrides:
-        key, value = for_fit.name_of(override), override.partition("=")[2]
+        key, value = name_of(override), override.partition("=")[2]
         if key in PLACES:
             raise ConfigError(
                 f"{key} ({value[:60]}): is set by the request; leave it out, and give cluster.num_workers"
@@ -192,7 +193,7 @@ def read(own: argparse.Namespace, rest: list[str]) -> tuple[Engine, JobRequest]:
 
 def size(overrides: list[str]) -> tuple[int, list[str]]:
     """The number of workers, and all other options: the engine tells each task how many there are."""
-    own = [override for override in overrides if for_fit.name_of(override) == "cluster.num_workers"]
+    own = [override for override in overrides if name_of(override) == "cluster.num_workers"]
     text = own[-1].partition("=")[2] if own else OPTIONS["cluster.num_workers"].default_text
     if not COUNT.fullmatch(text) or int(text) > MAX_TASKS:
         raise ConfigError(f"cluster.num_workers ({text[:40]}): must be a whole number from 1 to {MAX_TASKS:,}")

@@ -173,7 +173,7 @@ class Loader(ConfigLoaderImpl):
             raise ConfigError(_explain(error, overrides, config_name, run_mode, self)) from None
         except (AttributeError, AssertionError):
             # What OmegaConf raises for items of a dict that is null, as Hydra declares this one.
-            if not (params := [override for override in overrides if _key(override).startswith(SWEEPER_PARAMS)]):
+            if not (params := [override for override in overrides if name_of(override).startswith(SWEEPER_PARAMS)]):
                 raise
             raise ConfigError(
                 f"{params[0]}: can be set in a file alone; give the values themselves, as in seed=1,2"
@@ -219,7 +219,7 @@ class Loader(ConfigLoaderImpl):
 
     def _check(self, composed: DictConfig, config_name: str, overrides: list[str], run_mode: RunMode) -> None:
         """Refuses options that do not exist, wherever they are given."""
-        given_keys = {_key(override) for override in overrides}
+        given_keys = {name_of(override) for override in overrides}
         for key in _unknown(composed):
             is_given = key in given_keys
             file, package = ("", "") if is_given else self._file_with(key, config_name, overrides, run_mode)
@@ -306,7 +306,7 @@ def prepare_overrides(hydra: Hydra, name: str, overrides: list[str], tf_config: 
         name: of the primary configuration file.
     """
     for override in overrides:
-        key = _key(override)
+        key = name_of(override)
         group, _, argument = key.partition(".")
         declared = OPTIONS.get(key)
         # Hydra itself refuses to add what has a value, and takes null for none.
@@ -346,7 +346,8 @@ def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def _key(override: str) -> str:
+def name_of(override: str) -> str:
+    """The name of the option or group that an override sets, adds with a plus, or deletes with a tilde."""
     return re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
 
 
@@ -411,7 +412,7 @@ def _explain(error: Exception, overrides: list[str], config_name: str | None, ru
         return problem
     try:
         # The choices alone: they decide which options exist.
-        choices = [text for text in overrides if _key(text) in groups() and text[0] not in "+~"]
+        choices = [text for text in overrides if name_of(text) in groups() and text[0] not in "+~"]
         tree = ConfigLoaderImpl.load_configuration(loader, config_name, choices, RunMode.MULTIRUN)
     except ERRORS:
         return hydra_message(error)
@@ -465,7 +466,7 @@ def _missing(error: MissingConfigException, overrides: list[str], config_name: s
     location = ""
     # The files that the command line chooses, of which one may name it in its list of defaults.
     chosen_files = [
-        f"{_key(override)}/{override.partition('=')[2]}" for override in overrides if _key(override) != group
+        f"{name_of(override)}/{override.partition('=')[2]}" for override in overrides if name_of(override) != group
     ]
     for path in [config_name or MAIN, *chosen_files]:
         file = loader.repository.load_config(path)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from tf2dist.config.checks import LAZY_ROWS
-from tf2dist.config.compose import PLUGIN_GROUPS, in_quotes, quoted
+from tf2dist.config.compose import PLUGIN_GROUPS, in_quotes, name_of, quoted
 from tf2dist.config.option import COMMAND_LINE
 from tf2dist.config.schema import OPTIONS
 from tf2dist.errors import FitError
@@ -38,11 +38,6 @@ def listed(text: str) -> list[str]:
     if rest := WORD.sub("", text).split():
         raise FitError(f"{VARIABLE} ({text[:200]}): cannot be read at {rest[0][:40]}; close the quotes")
     return WORD.findall(text)
-
-
-def name_of(override: str) -> str:
-    # With a plus Hydra adds an option; it is still the same option.
-    return override.lstrip("+").partition("=")[0]
 
 
 def check(overrides: Iterable[str], subject: str, accepted: Collection[str] = ()) -> None:

@@ -21,7 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tf2dist.config.checks import check, with_floats
-from tf2dist.config.compose import ConfigSource, groups, hydra_settings, keys, open_hydra, prepare_overrides, setting
+from tf2dist.config.compose import (
+    ConfigSource,
+    groups,
+    hydra_settings,
+    keys,
+    name_of,
+    open_hydra,
+    prepare_overrides,
+    setting,
+)
 from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, flatten, to_dataclass
 from tf2dist.config.option import rules_of
 from tf2dist.config.schema import KerasConfig, RunConfig
@@ -232,7 +241,7 @@ def _check_names(config: RunConfig, overrides: list[str]) -> None:
 def _refuse_unknown(group: str, name: str, key: str, overrides: list[str]) -> None:
     """Raises ConfigError for an option that a choice of ours lacks; names the experiment that sets it, if one does."""
     options = ", ".join(keys(group, name)) or "none"
-    given_keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    given_keys = set(map(name_of, overrides))
     experiment = [
         override for override in overrides if override.startswith("experiment=") and override != "experiment=null"
     ]

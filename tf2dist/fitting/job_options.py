@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping
 
 from tf2dist.config import for_fit
+from tf2dist.config.compose import name_of
 from tf2dist.errors import FitError
 
 _run_dirs = itertools.count(1)
@@ -21,7 +22,7 @@ def of_job(environ: Mapping[str, str], mode: str) -> list[str]:
         name, _, value = override.partition("=")
         if name == "mode" and value != mode:
             raise FitError(f"mode ({mode!r}): the job was requested with mode={value}; give both the same")
-    return [override for override in overrides if for_fit.name_of(override) != "mode"]
+    return [override for override in overrides if name_of(override) != "mode"]
 
 
 def next_run_dir(run_dir: str) -> str:

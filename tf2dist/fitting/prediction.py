@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf2dist.cluster.spec import Place, Task
 from tf2dist.cluster.validation import read_tf_config
+from tf2dist.config.compose import name_of
 from tf2dist.config.schema import OPTIONS, RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
@@ -144,7 +145,7 @@ def configuration(
     """The options of the prediction, and the place of this process among the workers."""
     overrides = refusals.overrides_of(options)
     for override in overrides:
-        name = override.partition("=")[0].removeprefix("+")
+        name = name_of(override)
         known = OPTIONS.get(name)
         # Of an unknown one in the section of the cluster the configuration says which was meant.
         if not (known.predicts if known else name.startswith("cluster.")):

@@ -9,8 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tf2dist.config.compose import ConfigSource, groups
-from tf2dist.config.for_fit import name_of
+from tf2dist.config.compose import ConfigSource, groups, name_of
 from tf2dist.config.load import load
 from tf2dist.config.option import MAX_SECS
 from tf2dist.config.schema import MODES, OPTIONS, RunConfig
@@ -117,8 +116,8 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
         key, separator, value = argument.partition("=")
         if key in PARSERS and separator:
             values["folder" if key == "compare_dir" else key] = PARSERS[key](key, value)
-        elif key.lstrip("+") in REPLACED:
-            raise ConfigError(f"{key} ({value}): is set by the comparison; give {REPLACED[key.lstrip('+')]}")
+        elif name_of(key) in REPLACED:
+            raise ConfigError(f"{key} ({value}): is set by the comparison; give {REPLACED[name_of(key)]}")
         else:
             _check_name(key)
             run_overrides.append(argument)
@@ -312,27 +311,27 @@ def contenders_of(
     return list(contenders.values())
 
 
-def _group(key: str) -> str | None:
-    """The option among `MODE_OPTIONS` to which an option belongs."""
-    key = key.lstrip("+")
+def _group(override: str) -> str | None:
+    """The option among `MODE_OPTIONS` to which an override, or the name of an option, belongs."""
+    key = name_of(override)
     return next((option for option in MODE_OPTIONS if key == option or key.startswith(f"{option}.")), None)
 
 
 def _mode_options(line: tuple[str, ...]) -> set[str]:
-    return {group for override in line if (group := _group(override.partition("=")[0]))}
+    return {group for override in line if (group := _group(override))}
 
 
 def _accepted(line: tuple[str, ...], mode: str, source: ConfigSource) -> tuple[str, ...]:
     """The overrides without those of other modes, such as algorithm=staleness_aware for mode=sync."""
-    common = [override for override in _undelayed(line) if _group(override.partition("=")[0]) is None]
+    common = [override for override in _undelayed(line) if _group(override) is None]
     dropped = set()
     for key in _mode_options(line):
-        group_overrides = [override for override in line if _group(override.partition("=")[0]) == key]
+        group_overrides = [override for override in line if _group(override) == key]
         try:
             load([*common, *group_overrides, f"mode={mode}", "cluster=local"], None, source)
         except ConfigError:
             dropped.add(key)
-    return tuple(override for override in line if _group(override.partition("=")[0]) not in dropped)
+    return tuple(override for override in line if _group(override) not in dropped)
 
 
 def _undelayed(line: Iterable[str]) -> list[str]:
@@ -456,6 +455,6 @@ def _folder_name(contender: Contender) -> str:
 def with_data(overrides: list[str], name: str) -> list[str]:
     """The overrides for other data, which replaces the data of all runs."""
     return [
-        *(override for override in overrides if override.partition("=")[0].partition(".")[0] != "data"),
+        *(override for override in overrides if name_of(override).partition(".")[0] != "data"),
         f"data={name}",
     ]

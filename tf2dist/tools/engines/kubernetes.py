@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from tf2dist.cluster import ranks
-from tf2dist.config import for_fit
+from tf2dist.config.compose import name_of
 from tf2dist.config.schema import RunConfig
 from tf2dist.tools.engines.job_request import FAILED_FOR_GOOD, LOST, STOPPED, JobRequest, check_mode
 
@@ -153,7 +153,7 @@ def container(request: JobRequest, name: str, job: str, hosts: Sequence[str], ra
 
 def gives(request: JobRequest, name: str) -> bool:
     """Whether the user has given an option, perhaps with the value that is its default."""
-    return any(for_fit.name_of(argument) == name for argument in request.arguments)
+    return any(name_of(argument) == name for argument in request.arguments)
 
 
 def command(request: JobRequest) -> list[str]:
