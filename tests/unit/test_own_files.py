@@ -23,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/experiment/torn.yaml": "# @package _global_\ntrain:\n  steps: [40\n",
         "conf/experiment/env.yaml": "# @package _global_\nrun_dir: ${oc.env:A_FOLDER}/${oc.select:nothing,x}\n",
         "conf/experiment/ranked.yaml": "# @package _global_\ndefaults: [{override /cluster: ranks}]\n",
+        "conf/experiment/five.yaml": "# @package _global_\ncluster: {num_workers: 5}\n",
         "conf/model/small.yaml": "name: dnn\nhidden_units: [7, 8]\n",
         "conf/model/cnn.yaml": "name: dnn\nhidden_units: [1]\n",
         "conf/model/listed.yaml": "name: [a]\n",
@@ -56,6 +57,13 @@ def test_an_own_experiment_chooses_the_cluster_before_tf_config_does(folder: Pat
     assert load(["experiment=mine"], text, OWN).cluster.kind == "tf_config"
     with pytest.raises(ConfigError, match=r"cluster \(local\): .* give cluster=tf_config, or unset TF_CONFIG to train"):
         load(["experiment=staleness"], text)
+
+
+def test_the_workers_in_a_file_are_those_of_a_local_cluster(folder: Path) -> None:
+    assert load(["experiment=five"], None, OWN).cluster.num_workers == 5
+    assert load(["experiment=five", "cluster=slurm"], None, OWN).cluster.kind == "slurm"
+    with pytest.raises(ConfigError, match=r"cluster.num_workers \(5\): is not for cluster=slurm, which says it itself"):
+        load(["cluster.num_workers=5", "cluster=slurm"], None, OWN)
 
 
 def test_an_own_choice(folder: Path) -> None:

@@ -403,6 +403,12 @@ def test_options_arrive_as_the_user_has_written_them(
     assert [word for word in words_of(engine, text) if word in options] == options
 
 
+def test_an_experiment_on_this_machine_can_run_on_others(capsys: pytest.CaptureFixture[str]) -> None:
+    words = words_of("slurm", rendered(capsys, "slurm", "experiment=staleness", "cluster.num_workers=9"))
+    config = load(words[words.index("tf2dist") + 1 :], None)
+    assert (config.cluster.kind, len(config.simulate.delay_secs)) == ("slurm", 9)
+
+
 def words_of(engine: str, text: str) -> list[str]:
     """The command of the first task in what is printed, as the engine runs it."""
     if engine == "slurm":

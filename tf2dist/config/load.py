@@ -33,7 +33,7 @@ from tf2dist.config.compose import (
 )
 from tf2dist.config.decode import DEFAULT_RUN_DIR, as_written, flatten, to_dataclass
 from tf2dist.config.option import rules_of
-from tf2dist.config.schema import KerasConfig, RunConfig
+from tf2dist.config.schema import ClusterConfig, KerasConfig, RunConfig
 from tf2dist.errors import ConfigError, brief_reason
 from tf2dist.files import is_path, raising
 from tf2dist.tf_constants import KERAS_DEFAULTS, KERAS_HOME
@@ -157,6 +157,10 @@ def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
     config = to_dataclass(RunConfig, tree)
     if as_written(composed).get("run_dir", DEFAULT_RUN_DIR) == DEFAULT_RUN_DIR:
         config.run_dir = None  # a folder with this name, and a number at its end if there is one already
+    given = set(map(name_of, overrides))
+    if "cluster" in given and config.cluster.kind != "local" and "cluster.num_workers" not in given:
+        # What a file says is of the local cluster that the command line has replaced; the others know the number.
+        config.cluster.num_workers = ClusterConfig().num_workers
     _check_names(config, overrides)
     # The scheduler that has set it expects one task of its cluster here; a local cluster on each host would be wrong.
     # Its workers may be ranks.
