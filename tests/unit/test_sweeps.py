@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -187,9 +188,10 @@ def test_relative_paths_are_those_of_the_command_line(tmp_path: Path, monkeypatc
 
 def test_a_sweep_with_a_job_that_was_stopped_alone_has_failed(tmp_path: Path) -> None:
     """As by a signal to one process of a launcher."""
-    overrides = ["seed=1", f"hydra.sweep.dir={tmp_path}/sweep", "hydra.mode=MULTIRUN"]
-    says = r"1 of 1 jobs failed: job 0 \(exit code 143\); the same command with hydra\.sweep\.dir="
+    overrides = ["seed=1", f"hydra.sweep.dir='{tmp_path}/a sweep'", "hydra.mode=MULTIRUN"]
+    again = re.escape(f"hydra.sweep.dir='{tmp_path}/a sweep'")  # as a shell reads it
+    says = rf"1 of 1 jobs failed: job 0 \(exit code 143\); the same command with {again} tries them again"
     with open_hydra(NO_FOLDER) as hydra, Signals() as signals, pytest.raises(SomeFailed, match=says) as error:
         run_sweep(hydra, NO_FOLDER.name, overrides, lambda job: Failed(128 + signal.SIGTERM), signals)
     assert error.value.exit_code == 143
-    assert [row.state for row in read_rows(tmp_path / "sweep")] == ["stopped"]
+    assert [row.state for row in read_rows(tmp_path / "a sweep")] == ["stopped"]

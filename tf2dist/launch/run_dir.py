@@ -74,7 +74,14 @@ def _check_access(run_dir: Path, name: str) -> None:
 
 def how_to_go_on(run_dir: Path, in_python: bool) -> str:
     """The words for what the user adds to the command, or to the call of `fit`, to go on with the run."""
-    return f"add run_dir={json.dumps(str(run_dir), ensure_ascii=False) if in_python else shlex.quote(str(run_dir))}"
+    if in_python:
+        return f"add run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"
+    return f"add {in_shell('run_dir', run_dir)}"
+
+
+def in_shell(option: str, folder: Path) -> str:
+    """The option with its folder, as a user can paste it into a shell."""
+    return f"{option}={shlex.quote(str(folder))}"
 
 
 def can_go_on(run_dir: Path) -> bool:

@@ -21,7 +21,7 @@ from tf2dist.config.sweeps import Job, is_basic, jobs_of
 from tf2dist.errors import ConfigError, Interrupted, RequestError, SomeFailed, TfDistError
 from tf2dist.files import expand, is_path
 from tf2dist.launch.console import Console
-from tf2dist.launch.run_dir import finished_summary, locked
+from tf2dist.launch.run_dir import finished_summary, in_shell, locked
 from tf2dist.launch.single_run import Draw, check_local, checked, prepare, report, train
 from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
 from tf2dist.signals import Signals
@@ -52,10 +52,10 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, si
     with sweep_dir(folder, jobs):
         number = launch(hydra, name, composed, overrides, folder, run_job, signals)
     if number:
-        raise Interrupted(number, f"; the same command with {OPTION}={folder} goes on")
+        raise Interrupted(number, f"; the same command with {in_shell(OPTION, folder)} goes on")
     rows = read_rows(folder)
     if failed := [(f"job {row.number}", row.exit_code) for row in rows if row.has_failed]:
-        raise SomeFailed(failed, f"{len(rows)} jobs", f"{OPTION}={folder}")
+        raise SomeFailed(failed, f"{len(rows)} jobs", in_shell(OPTION, folder))
 
 
 def launch(

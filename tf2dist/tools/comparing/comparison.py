@@ -8,7 +8,7 @@ from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, SomeFailed, TrainingError
 from tf2dist.files import raising, write_whole
 from tf2dist.launch.console import Console, print_result
-from tf2dist.launch.run_dir import locked
+from tf2dist.launch.run_dir import in_shell, locked
 from tf2dist.launch.single_run import check_local
 from tf2dist.signals import Signals
 from tf2dist.tools.comparing.comparison_report import REPORT, report_of
@@ -43,11 +43,11 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
             with signals.deferred():
                 _write(report, folder)
         except KeyboardInterrupt:
-            raise Interrupted(signals.signum, f"; the same command with {OPTION}={folder} goes on") from None
+            raise Interrupted(signals.signum, f"; the same command with {in_shell(OPTION, folder)} goes on") from None
     if headline:
         print_result(f"{headline}\n{folder / REPORT}", console, "the verdict")
     if failed := [(str(outcome.run), outcome.exit_code) for outcome in outcomes if outcome.state == "failed"]:
-        raise SomeFailed(failed, f"{len(outcomes)} runs", f"{OPTION}={folder}")
+        raise SomeFailed(failed, f"{len(outcomes)} runs", in_shell(OPTION, folder))
 
 
 def _with_resolved_data(
@@ -76,7 +76,7 @@ def _report(
 def _write(report: dict[str, str | bytes], folder: Path) -> None:
     with raising(
         "the report could not be written",
-        f"make room, and give the same command with {OPTION}={folder} again",
+        f"make room, and give the same command with {in_shell(OPTION, folder)} again",
         TrainingError,
     ):
         for name, content in report.items():
