@@ -17,9 +17,9 @@ NUM_EXAMPLES = 40_000
 
 
 @functools.cache  # composing them takes a second, and nobody changes them
-def contenders(*arguments: str) -> tuple[Options, list[Contender]]:
+def contenders(*arguments: str, source: ConfigSource | None = None) -> tuple[Options, list[Contender]]:
     options, rest = split(list(arguments))
-    return options, contenders_of(options, rest, ConfigSource(), check_local)
+    return options, contenders_of(options, rest, source or ConfigSource(), check_local)
 
 
 def compared(

@@ -9,6 +9,7 @@ import pytest
 from tests.compared import contenders
 from tests.conftest import PAGES
 from tf2dist import compare
+from tf2dist.config.compose import ConfigSource
 from tf2dist.errors import ConfigError
 from tf2dist.tools.comparing.matrix import PARSERS, Contender, runs_of
 from tf2dist.tools.comparing.running import earlier_plan, prepare_folder
@@ -60,6 +61,17 @@ def test_every_worker_has_the_common_delay() -> None:
     assert override_of(even, "simulate.delay_secs") == "[0.05,0.05,0.05]"
     assert override_of(slow, "simulate.delay_secs") == "[0.05,0.05,0.07]"
     assert (even.name, slow.name) == ("sync, equal workers", "sync, one worker 20 ms slower")
+
+
+def test_the_delays_of_a_file_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    settings = "simulate: {delay_secs: [0.036, 0.036, 0.036], distribution: exponential}"
+    (tmp_path / "experiment" / "slow.yaml").write_text(f"# @package _global_\n{settings}\n")
+    arguments = ["experiment=slow", "modes=sync", "delays=0,0.02"]
+    source = ConfigSource(str(tmp_path))
+    even, slow = (contender.config.simulate for contender in contenders(*SMALL, *arguments, source=source)[1])
+    assert (even.delay_secs, even.distribution) == ([], "constant")
+    assert (slow.delay_secs, slow.distribution) == ([0, 0, 0.02], "exponential")
 
 
 def test_an_option_of_a_mode_is_given_to_that_mode_alone() -> None:

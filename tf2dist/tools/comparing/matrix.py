@@ -360,6 +360,8 @@ def _contender(
         overrides.append(f"simulate.delay_secs=[{','.join(f'{secs:g}' for secs in delays)}]")
     else:
         overrides = _undelayed(overrides)
+        if base.simulate.delay_secs:  # of an experiment or a file, with its distribution
+            overrides += ["simulate.delay_secs=[]", "simulate.distribution=constant"]
     if not any(override.startswith("figure=") for override in overrides):
         overrides.append("figure=false")
     eval_every_steps = max(1, round(_eval_every_examples(options, base) / (batches * base.train.batch_size_per_worker)))
