@@ -61,6 +61,26 @@ def test_evaluations_are_drawn_at_the_time_of_the_leader() -> None:
     assert points(series, "loss")[-1] == (9, 1, 0.5)
 
 
+def test_a_late_row_of_the_evaluator_removes_none_of_the_leader() -> None:
+    leaders = [row(step, step / 100, validation_loss=1.0) for step in (100, 200, 300, 400)]
+    late = [row(150, 9.0, "evaluator-0", validation_loss=2.0), row(200, 9.0, "evaluator-0", validation_loss=3.0)]
+    series = series_of([*leaders, *late, row(500, 5.0, validation_loss=1.0)])
+    assert points(series, "validation_loss") == [
+        (100, 0, 1),
+        (150, 1, 2),
+        (200, 2, 3),
+        (300, 2, 1),
+        (400, 3, 1),
+        (500, 4, 1),
+    ]
+
+
+def test_a_run_that_was_started_again_replaces_the_evaluations_after_its_checkpoint() -> None:
+    first = [row(1, 1.0, loss=1.0), row(400, 2.0, loss=1.0), row(400, 1.0, "evaluator-0", validation_loss=2.0)]
+    again = [row(210, 4.0, loss=1.0), row(300, 5.0, "evaluator-0", validation_loss=3.0)]
+    assert points(series_of([*first, *again]), "validation_loss") == [(300, 3, 3)]
+
+
 def test_the_metrics_to_draw() -> None:
     """The loss, then three metrics of the model that have numbers, accuracies first."""
     values: dict[str, Any] = {

@@ -9,6 +9,7 @@ import json
 import math
 import textwrap
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,18 @@ class Series:
         self.steps, self.secs, self.values = array("d"), array("d"), array("d")
 
     def add(self, step: float, secs: float, value: float) -> None:
-        # A run that was started again at a checkpoint takes the steps after it once more.
-        while self.steps and self.steps[-1] >= step:
-            for column in (self.steps, self.secs, self.values):
-                column.pop()
+        """Adds a point at its place, where it replaces one with the same step."""
+        first, end = bisect_left(self.steps, step), bisect_right(self.steps, step)
+        if end < len(self.secs):  # an evaluator lags behind the leader, which may have evaluated later steps
+            secs = min(secs, self.secs[end])
         for column, number in ((self.steps, step), (self.secs, secs), (self.values, value)):
-            column.append(number)
+            column[first:end] = array("d", [number])
+
+    def cut(self, step: float) -> None:
+        """Removes the points from a step on."""
+        first = bisect_left(self.steps, step)
+        for column in (self.steps, self.secs, self.values):
+            del column[first:]
 
     def finite(self) -> np.ndarray:
         values = np.array(self.values)
@@ -72,7 +79,7 @@ SeriesByName = dict[str, Series]
 def series_of(rows: Iterable[dict[str, Any]]) -> SeriesByName:
     """The series by name, from the rows of metrics.jsonl in order; each command's time counts from its first row on."""
     series: SeriesByName = {}
-    began_at, last_secs = math.nan, 0.0  # of the command that wrote the last row
+    began_at, last_secs, last_step = math.nan, 0.0, 0.0  # of the command that wrote the last row
     elapsed_secs = offset_secs = 0.0  # since the first row of all, and what that is more than the command's own
     for row in rows:
         step, time, secs = (row.get(name) for name in COLUMNS[:3])
@@ -84,6 +91,10 @@ def series_of(rows: Iterable[dict[str, Any]]) -> SeriesByName:
             is_same = abs(time - secs - began_at) <= SAME_COMMAND_SECS and secs >= last_secs
             offset_secs = offset_secs if is_same else elapsed_secs - secs
             began_at, last_secs, elapsed_secs = time - secs, secs, offset_secs + secs
+            if step < last_step:  # started again at a checkpoint, the run takes the steps after it once more
+                for curve in series.values():
+                    curve.cut(step)
+            last_step = step
         for name, value in row.items():
             if name not in COLUMNS and (value is None or isinstance(value, int | float)):
                 # JSON has no NaN: the file has null for it.
