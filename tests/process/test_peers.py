@@ -1,5 +1,6 @@
 """Addresses on the network: whether they belong to this host, and whether anyone answers there."""
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -141,6 +143,22 @@ def test_the_error_names_the_missing_tasks_and_why() -> None:
     assert f"worker-1 at localhost:{missing} (connection refused)" in str(caught.value)
     assert "worker-2 at no-such-host.invalid:1 (name unknown)" in str(caught.value)
     assert "worker-0" not in str(caught.value)
+
+
+def test_hosts_that_drop_packets_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "PROBE_SECS", 0.2)
+    with contextlib.ExitStack() as sockets:
+        # The kernel drops what asks for a connection while nobody accepts those that wait already.
+        gate = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            client = sockets.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(gate.getsockname())
+        cluster = at(*[f"127.0.0.1:{gate.getsockname()[1]}"] * 20)
+        began_at = time.monotonic()
+        with pytest.raises(TaskLostError, match=r"worker-19 at 127\.0\.0\.1:[0-9]+ \(no answer\)"):
+            reachability.wait_for_peers(cluster, cluster.tasks, 0.1, lambda text: None)
+        assert time.monotonic() - began_at < 2
 
 
 def test_the_user_reads_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,8 @@ def still_waiting(secs: float, what: str) -> str:
 Answer = TypeVar("Answer")
 
 PROBE_SECS = 2.0  # for one connection; a host that drops packets gives no answer at all
+PROBES_SECS = PROBE_SECS + 1.0  # for those to all tasks at once
+NO_ANSWER = "no answer"
 FIRST_LINE_SECS = 1.0  # an unknown name is most often a mistake, of which the user should learn soon
 LOOK_UP_EVERY_SECS = 0.25
 ALIAS_SECS = 2.0  # names that take longer to resolve are not compared
@@ -197,10 +199,17 @@ def why_unreachable(address: str) -> str:
     except ConnectionRefusedError:
         return "connection refused"
     except TimeoutError:
-        return "no answer"
+        return NO_ANSWER
     except OSError as error:
         return brief_reason(error)
     return ""
+
+
+def unreachable(cluster: Cluster, tasks: Iterable[Task]) -> dict[Task, str]:
+    """Those of the tasks to which no connection can be made, and why."""
+    tasks = list(tasks)
+    answers = ask_all(lambda task: why_unreachable(cluster.address(task)), tasks, PROBES_SECS)
+    return {task: why for task in tasks if (why := answers.get(task, NO_ANSWER))}
 
 
 def wait_for_peers(
@@ -214,14 +223,13 @@ def wait_for_peers(
 
     Args:
         notify: takes a line for the user every few seconds.
-        on_round: called after every round of probes, ten to a hundred times a second.
+        on_round: called after every round of probes, which takes `PROBES_SECS` at most.
     """
     wait = Wait(timeout_secs, notify)
     # Tasks that have been found are not probed again: each probe is a connection that the other side must handle.
     missing = dict.fromkeys(tasks, "")
     while True:
-        answers = {task: why_unreachable(cluster.address(task)) for task in missing}
-        missing = {task: reason for task, reason in answers.items() if reason}
+        missing = unreachable(cluster, missing)
         if not cluster.awaited([task for task in cluster.tasks if task not in missing]):
             return
         names = ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in missing.items())

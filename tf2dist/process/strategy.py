@@ -17,7 +17,6 @@ from tf2dist.process import heartbeat
 from tf2dist.tf_internals.error_texts import late_tasks
 
 LEAVE_TIMEOUT_SECS = 10.0
-LOOK_SECS = reachability.PROBE_SECS + 1.0  # for all workers
 _calls = itertools.count()
 
 
@@ -54,13 +53,8 @@ def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.Par
 
 def _listening(cluster: Cluster, workers: Collection[int]) -> set[int]:
     """The asynchronous workers of these that listen, by their indices."""
-
-    def why_away(task: Task) -> str:
-        return reachability.why_unreachable(cluster.address(task))
-
-    tasks = [Task("worker", index) for index in sorted(workers)]
-    answers = reachability.ask_all(why_away, tasks, LOOK_SECS)
-    return {task.index for task, why in answers.items() if not why}
+    away = reachability.unreachable(cluster, [Task("worker", index) for index in sorted(workers)])
+    return set(workers) - {task.index for task in away}
 
 
 def _make_room_for_copies(number: int) -> None:
