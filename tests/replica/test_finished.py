@@ -17,9 +17,10 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
-from tf2dist.errors import CheckpointError, ConfigError
+from tf2dist.errors import CheckpointError, ConfigError, DataError
 from tf2dist.tools.finished import predict_command as predict
 from tf2dist.tools.finished.opening import data_of
+from tf2dist.tools.finished.predicting import read
 from tf2dist.tools.finished.shell import CommandLine
 from tf2dist.training import finished_model
 from tf2dist.training.finished_model import MODEL_FILE, TEMPORARY, describe, saved_variables, write_model
@@ -202,6 +203,19 @@ def test_refusals_name_the_folder_the_file_or_the_steps(tmp_path: Path) -> None:
     (tmp_path / "model.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.json"):
         tf2dist.load_model(tmp_path, 7)
+
+
+def test_a_file_without_an_example_to_predict_is_refused(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input([28, 28]), keras.layers.Flatten()])
+    empty = tmp_path / "empty.npy"
+    np.save(empty, np.zeros((0, 28, 28), np.uint8))
+    with pytest.raises(DataError, match=r"empty\.npy: is uint8 \[0, 28, 28\], without any examples; save one"):
+        read(empty, model)
+    with pytest.raises(DataError, match=r"gone\.npy: cannot be read \(No such file or directory\); name an image"):
+        read(tmp_path / "gone.npy", model)
+    empty.write_bytes(b"")
+    with pytest.raises(DataError, match=r"empty\.npy: is no numpy array \(No data left in file\); save one"):
+        read(empty, model)
 
 
 def test_a_model_that_differs_from_the_checkpoint_is_refused(tmp_path: Path) -> None:

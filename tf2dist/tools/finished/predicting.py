@@ -189,11 +189,8 @@ def read(path: Path, model: keras.Model) -> tuple[np.ndarray, list[str]]:
     """The examples in a file, float32 [n, ...], and a name for each of them."""
     shape = shape_of(model)
     with raising(f"{path}: cannot be read", "name an image or a .npy file", DataError):
-        content = path.read_bytes()
-    if path.suffix == ".npy":
-        examples = _array(path, shape)
-        return examples, [f"{path}[{number}]" for number in range(len(examples))] if len(examples) != 1 else [str(path)]
-    return _image(path, content, shape)[None], [str(path)]
+        examples = _array(path, shape) if path.suffix == ".npy" else _image(path, path.read_bytes(), shape)[None]
+    return examples, [f"{path}[{number}]" for number in range(len(examples))] if len(examples) != 1 else [str(path)]
 
 
 def shape_of(model: keras.Model) -> tuple[int | None, ...]:
@@ -210,8 +207,10 @@ def _array(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
         array = np.load(path, allow_pickle=False)
         if not isinstance(array, np.ndarray):  # numpy goes by the content, and a .npz may have been renamed
             raise ValueError("it holds several arrays")
-    except (OSError, ValueError, EOFError) as error:
+    except (ValueError, EOFError) as error:
         raise DataError(f"{path}: is no numpy array ({first_line(str(error))}); save one with numpy.save") from None
+    if not array.size:
+        raise DataError(f"{path}: is {array.dtype} {list(array.shape)}, without any examples; save one at least")
     # Several examples or one, both also without the last dimension, as grey images often are.
     for examples in (array, array[None], array[..., None], array[None, ..., None]):
         fits = examples.ndim and tf.TensorShape(shape).is_compatible_with(examples.shape[1:])
