@@ -223,10 +223,14 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return code_command(CALL_MAIN, module, *arguments)
 
 
+def module_path() -> list[str]:
+    """This process's `sys.path` without what is no string, such as a Path, which Python skips when it imports."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
 def code_command(code: str, *arguments: str) -> list[str]:
     """The command that runs a piece of code with the module path of this process, `arguments` in ``sys.argv[1:]``."""
-    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    return [sys.executable, "-P", "-c", SAME_PATH + code, path, *arguments]
+    return [sys.executable, "-P", "-c", SAME_PATH + code, json.dumps(module_path()), *arguments]
 
 
 def child_environment() -> dict[str, str]:

@@ -21,7 +21,6 @@ Importing this module does not import TensorFlow; the first test that uses a fix
 import contextlib
 import functools
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from tf2dist.config.schema import ClusterConfig, DevicesConfig, RunConfig
 from tf2dist.errors import TfDistError
 from tf2dist.files import write_whole
 from tf2dist.launch.launcher import Launcher
-from tf2dist.linux import unused_ports
+from tf2dist.linux import module_path, unused_ports
 from tf2dist.messages import Exited, ToLauncher
 
 COORDINATOR = Task("chief", 0)
@@ -166,7 +165,7 @@ class SyncWorkers:
         names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]
         for index, name in enumerate(names):
             payload = {"call": str(call), "index": index, "names": names}
-            self._launcher.start(name, "tf2dist.testing:call_on_worker", payload, sys_path=sys.path)
+            self._launcher.start(name, "tf2dist.testing:call_on_worker", payload, sys_path=module_path())
         try:
             while set(names) & set(self._launcher.tasks):
                 self._follow(deadline, ", ".join(set(names) & set(self._launcher.tasks)))

@@ -36,7 +36,7 @@ class Leader:
         model.compile(keras.optimizers.SGD(0.5), "mse")
         self.callbacks = Callbacks(callbacks, Mirror(model), EpochPlan(epochs=epochs), 0, 10)
         self.model, self.inbox = model, Inbox()
-        self.session = FitSession(folder, {}, [], self.callbacks, epochs)
+        self.session = FitSession(folder, {}, self.callbacks, epochs)
         self.session.connect(self._forward)
         self.to_launcher = ToLauncher("chief-0", self.session.on_message)  # type: ignore[arg-type]
         self.hooks = LauncherHooks(self.to_launcher, self.inbox, folder)

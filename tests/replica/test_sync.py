@@ -1,6 +1,7 @@
 """Synchronous training on real workers: N of them equal one with N times the batch."""
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,17 @@ def test_a_worker_that_never_answers_is_named(sync_workers: SyncWorkers) -> None
 
     with pytest.raises(WorkerError, match=r"no answer in time from run-.*-worker-0"):
         sync_workers(wait, num_workers=1, timeout_secs=3)
+
+
+def test_workers_import_from_the_strings_in_the_path(
+    sync_workers: SyncWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python skips a Path in `sys.path`."""
+
+    def last_entries(worker: SyncWorker) -> list[str]:
+        import sys
+
+        return sys.path[-2:]
+
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, "here", Path("there"), "elsewhere"])
+    assert sync_workers(last_entries, num_workers=1) == [["here", "elsewhere"]]

@@ -1,6 +1,5 @@
 """Runs one call of `fit`, from its checked arguments to the `Result` that it returns."""
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -290,9 +289,7 @@ class FitRun:
         return Path(self.config.run_dir or ""), {}
 
     def _session(self, job: Path, callbacks: Callbacks | None) -> FitSession:
-        identity = identity_of(self.splits, self.plan)
-        sys_path = [entry for entry in sys.path if isinstance(entry, str)]
-        return FitSession(job, identity, sys_path, callbacks, self.plan.epochs)
+        return FitSession(job, identity_of(self.splits, self.plan), callbacks, self.plan.epochs)
 
     def _run_tasks(self, session: FitSession) -> FolderAndSummary:
         self._warn_of_repeated_data(self.console)

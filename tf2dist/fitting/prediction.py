@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -119,8 +118,7 @@ def predict(
         identity = {"model": digest_of_model(local), "x": digest_of_examples(examples), "batch_size": batch_size}
         ranges = resume_or_create(Path(config.run_dir), identity, examples, place)
         if not ranges.is_complete():
-            sys_path = [entry for entry in sys.path if isinstance(entry, str)]
-            session = FitSession(job, identity, sys_path, None, 0)
+            session = FitSession(job, identity, None, 0)
             try:
                 run_tasks(config, place, console, started_at, session)
             except TaskFailure as failure:

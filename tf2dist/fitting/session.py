@@ -17,6 +17,7 @@ from tf2dist.files import raising
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.launch.console import Console
 from tf2dist.launch.host_run import Send, SessionMessage
+from tf2dist.linux import module_path
 from tf2dist.messages import HookAnswer, HookCall, PauseWanted, ProgressMessage
 from tf2dist.signals import StopRequest, sigterm_raises
 from tf2dist.training.hooks import CallbackEffects, NamedArrays, take_arrays, write_arrays
@@ -43,15 +44,8 @@ class FitSession:
         callbacks: None on a host without the leader.
     """
 
-    def __init__(
-        self,
-        job: Path,
-        identity: dict[str, Any],
-        sys_path: list[str],
-        callbacks: Callbacks | None,
-        num_epochs: int,
-    ) -> None:
-        self.job, self.identity, self.sys_path = job, identity, sys_path
+    def __init__(self, job: Path, identity: dict[str, Any], callbacks: Callbacks | None, num_epochs: int) -> None:
+        self.job, self.identity, self.sys_path = job, identity, module_path()
         self._callbacks, self._num_epochs = callbacks, num_epochs
         self._console: Console | None = None
         self._stop = StopRequest()
