@@ -1,6 +1,6 @@
 """Takes part in a meeting as a separate process: `python -m tests.process.meet JSON`; prints a `Said` on each line.
 
-Reads lines from stdin: `stop SIGNUM`, `ended CODE MESSAGE`. Any other line, or the end of the input, ends it.
+Reads lines from stdin: `stop SIGNUM`. Any other line, or the end of the input, ends it.
 """
 
 import json
@@ -93,14 +93,9 @@ def follow(meeting: Meeting, commands: "queue.SimpleQueue[str]") -> None:
         except queue.Empty:
             continue
         word, _, rest = line.strip().partition(" ")
-        match word:
-            case "stop":
-                meeting.stop(int(rest))
-            case "ended":
-                code, _, message = rest.partition(" ")
-                meeting.ended(int(code), message)
-            case _:
-                return
+        if word != "stop":
+            return
+        meeting.stop(int(rest))
 
 
 if __name__ == "__main__":

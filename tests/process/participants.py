@@ -78,7 +78,6 @@ class Participant:
     def vanish(self) -> None:
         """Ends like a process that is killed: its sockets close without a message."""
         self.left = True
-        self.meeting._ended = True
         self.meeting._role.announce = lambda message: None  # type: ignore[method-assign]
         self.meeting._commands.put(None)
         self.meeting._thread.join(WAIT_SECS)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.spec import Task
-from tf2dist.errors import ClusterError, TaskLeft, TaskLostError, TrainingError
+from tf2dist.errors import ClusterError, NotFiniteError, TaskLeft, TaskLostError, TrainingError
 from tf2dist.hosts.protocol import Back, Ended, Lost, Stop
 
 
@@ -165,8 +165,7 @@ def test_stop_and_end_reach_all(enter: Meetings, source: str) -> None:
     participants = all_of(enter, cluster_of(worker=3))
     first = participants.pop(source)
     first.meeting.stop(2)
-    first.meeting.ended(3, "the loss is nan")
-    first.leave()
+    first.leave(NotFiniteError("the loss\nis nan"))
     for participant in participants.values():
         assert participant.event(Stop, source).signum == 2
         assert participant.event(Ended, source) == Ended(source, 3, "the loss is nan")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from tf2dist.cluster.addresses import check_control_ports, listen_at_control_port
+from tf2dist.cluster.addresses import listen_at_control_port
 from tf2dist.cluster.reachability import Wait, still_waiting
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
@@ -81,10 +81,7 @@ class Meeting:
         key: see `identity.job_key`.
         notify: takes lines for the user, always in the caller's thread and never in the meeting's.
         lost_after_secs: a member that sends nothing for so long is lost.
-        port_shift: the distance from a task's port to its control port.
-
-    Raises:
-        ClusterError: a control port is another task's port.
+        port_shift: the distance from a task's port to its control port; see `check_control_ports`.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class Meeting:
         lost_after_secs: float,
         port_shift: int = CONTROL_PORT_SHIFT,
     ) -> None:
-        check_control_ports(cluster, port_shift)
         self._membership = membership = Membership(
             cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift
         )
@@ -109,7 +105,6 @@ class Meeting:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a meeting that cannot close must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
-        self._ended = False
 
     def __enter__(self) -> Self:
         """Raises ClusterError if the control port is taken, TaskLostError if the host's name is unknown."""
@@ -158,19 +153,14 @@ class Meeting:
         """Tells all other tasks that this one was told to stop by a signal."""
         self._say(Stop(str(self._membership.task), signum))
 
-    def ended(self, code: int, message: str, left: bool = False) -> None:
-        """Tells all other tasks that this one has ended, so that they do not take the closed connection for a loss."""
-        self._ended = True  # so that leaving the block does not report another end
-        # On one line: the others show it in the middle of their own.
-        self._say(Ended(str(self._membership.task), code, " ".join(message.split())[:MAX_CHARACTERS], left))
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # The others learn the reason before the connection closes, or they would report a loss.
-        if not self._ended:
-            if isinstance(error, Interrupted):
-                self.stop(error.exit_code - 128)  # the exit code is 128 plus the signal's number
-            code = getattr(error, "exit_code", 1) if error else 0
-            self.ended(code, (str(error) or type(error).__name__) if error else "", isinstance(error, TaskLeft))
+        if isinstance(error, Interrupted):
+            self.stop(error.signum)
+        code = getattr(error, "exit_code", 1) if error else 0
+        # On one line: the others show it in the middle of their own.
+        reason = " ".join((str(error) or type(error).__name__).split())[:MAX_CHARACTERS] if error else ""
+        self._say(Ended(str(self._membership.task), code, reason, isinstance(error, TaskLeft)))
         self._commands.put(None)  # ends the thread, after the messages that were put before
         self._links.wake()
         self._thread.join(CLOSE_SECS)
