@@ -160,7 +160,12 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         signum: what it is sent then, such as SIGTERM to have it end in order.
     """
     set_death_signal(signum)
-    if os.getppid() not in (parent_pid, 0):  # it has already ended; 0: it is in another PID namespace
+    end_without(parent_pid)
+
+
+def end_without(parent_pid: int) -> None:
+    """Ends this process if its parent `parent_pid` has ended."""
+    if os.getppid() not in (parent_pid, 0):  # 0: it is in another PID namespace
         os._exit(1)
 
 

@@ -14,16 +14,19 @@ from types import FrameType
 from typing import Self
 
 REPEAT_SECS = 2.0
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def handled_signals() -> list[signal.Signals]:
     """The signals to be handled: without SIGHUP if it was ignored when the process began, as with `nohup`."""
-    return [number for number in NAMES if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def name_of(number: int) -> str:
-    return NAMES.get(number, f"signal {number}")  # type: ignore[call-overload, no-any-return]
+    """The name of a signal for the user."""
+    if number == signal.SIGINT:
+        return "Ctrl-C"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def reset_inherited() -> None:

@@ -23,6 +23,7 @@ from tf2dist.errors import (
     TrainingError,
 )
 from tf2dist.messages import Exited
+from tf2dist.signals import name_of
 
 MEMORY_LIMIT = "the limit on memory is reached; raise it (ulimit -v, or the container's), or use fewer tasks"
 THREAD_LIMIT = "the limit on processes or threads is reached; raise it (ulimit -u and -v, or the container's)"
@@ -62,10 +63,6 @@ def limit_reached(code: int, log: str) -> str:
     return next((text for pattern, text in LIMITS if pattern.search(tail)), "")
 
 
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else str(signal.strsignal(number))
-
-
 def error_line(log: str) -> str:
     """The last line of a log that names an exception, or else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -101,7 +98,7 @@ def fork_server_error(code: int | None, log: str, path: Path, oom_kills: OomKill
     reached = limit_reached(code, log)
     if code > 0:
         return TrainingError(f"the fork server failed: {error_line(log)}; {reached or f'see {path}'}")
-    message = f"the fork server was killed by {signal_name(-code)}"
+    message = f"the fork server was killed by {name_of(-code)}"
     if reached:
         return TrainingError(f"{message}: {reached}")
     return TaskLostError(f"{message}: out of memory" if code == -signal.SIGKILL and oom_kills.has_more() else message)
@@ -177,7 +174,7 @@ class FailureReader:
         # A task writes a record of every Python exception. Without one the disk is full, or a library called exit().
         if code > 0:
             return FailureRecord(task, exited.time, code, f"ended with exit code {code}", self._tail(task))
-        message = f"was killed by {signal_name(-code)}"
+        message = f"was killed by {name_of(-code)}"
         if reached := limit_reached(code, self._tail(task)):
             return FailureRecord(task, exited.time, TrainingError.exit_code, f"{message}: {reached}", by_signal=True)
         # The kernel's out-of-memory killer sends SIGKILL, and the process can leave no word about it.

@@ -22,10 +22,8 @@ from tf2dist import linux
 from tf2dist.config.checks import MAX_LOCAL_TASKS
 from tf2dist.files import open_log
 from tf2dist.messages import DROPPABLE, Exited, Forward, Ready, Start, Started, ToLauncher, ToServer, receive, send
+from tf2dist.signals import STOP_SIGNALS
 from tf2dist.tf_constants import AUTOGRAPH_FILE
-
-LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 Post = Callable[[Any], None]
 
@@ -80,7 +78,7 @@ def run_child(request: Start, sock: socket.socket, parent_pid: int, inbox: int, 
     linux.die_with_parent(parent_pid)
     to_launcher = ToLauncher(request.task, poster(sock))
     to_launcher.send(Started(os.getpid()))
-    for number in (signal.SIGCHLD, signal.SIGCONT, *LAUNCHERS_SIGNALS):
+    for number in (signal.SIGCHLD, signal.SIGCONT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     # The pipe is the server's: a signal to this task would wake the server.
     signal.set_wakeup_fd(-1)

@@ -34,7 +34,7 @@ from tf2dist.messages import (
     Status,
     Warned,
 )
-from tf2dist.signals import NAMES
+from tf2dist.signals import STOP_SIGNALS
 
 POLL_SECS = 0.2
 SECONDARY_SECS = 1.0  # the failure that caused the others may be reported after them
@@ -298,7 +298,7 @@ class Monitor:
     def _fail(self) -> None:
         """Raises TaskFailure, or Interrupted if a signal on another host is behind it."""
         for failure in self._attempt.failures:
-            if (signum := failure.exit_code - 128) in NAMES:  # another host has got a signal
+            if (signum := failure.exit_code - 128) in STOP_SIGNALS:  # another host has got a signal
                 raise self._shutdown.interrupted(signum)
         used_up = f"after {self._policy.restarts} restarts" if self._policy.is_exhausted else ""
         raise TaskFailure(self._attempt.failures, used_up)

@@ -41,7 +41,7 @@ from tf2dist.config import load
 from tf2dist.launch import forkserver
 from tf2dist.linux import import_lazily, module_command, poll
 from tf2dist.messages import ServerEnded, send
-from tf2dist.signals import reset_inherited
+from tf2dist.signals import STOP_SIGNALS, reset_inherited
 
 NUM_DESCRIPTORS = 4
 END_SECS = 10.0  # a process that is asked to end does so at once, unless the kernel waits for a device
@@ -321,14 +321,12 @@ os.register_at_fork(after_in_child=_forget)
 def main() -> None:
     reset_inherited()
     control, parent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[3])
-    end_if_alone = functools.partial(_end_if_alone, parent_pid)
     # The import takes seconds, and nothing reads the socket meanwhile. The kernel sends the signal also when only the
     # thread has ended that has started this process.
-    signal.signal(signal.SIGCONT, end_if_alone)
-    linux.set_death_signal(signal.SIGCONT)
-    end_if_alone()
-    parent_pid = os.getppid()  # 0 in another PID namespace
-    for number in forkserver.LAUNCHERS_SIGNALS:  # the launcher handles those to the whole group or service
+    signal.signal(signal.SIGCONT, lambda number, frame: linux.end_without(parent_pid))
+    linux.die_with_parent(parent_pid, signal.SIGCONT)
+    own_parent_pid = os.getppid()  # 0 in another PID namespace
+    for number in STOP_SIGNALS:  # the launcher handles those to the whole group or service
         signal.signal(number, signal.SIG_IGN)
     import_lazily()
     try:
@@ -343,13 +341,8 @@ def main() -> None:
     os.chdir("/")  # a file system may be unmounted
     # From now on the end of its parent only wakes it, since fork servers have tasks to kill before they end.
     pipe = forkserver.woken_by(signal.SIGCHLD, signal.SIGCONT)
-    serve_requests(control, pipe, parent_pid)
+    serve_requests(control, pipe, own_parent_pid)
     os._exit(0)  # without TensorFlow's clean-up: nothing may stay for so long
-
-
-def _end_if_alone(parent_pid: int, *_: object) -> None:
-    if os.getppid() not in (parent_pid, 0):  # 0: it is in another PID namespace
-        os._exit(1)
 
 
 def _tell_all(control: socket.socket, text: str) -> None:
