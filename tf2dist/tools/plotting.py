@@ -338,7 +338,7 @@ def set_style(axes: Axes) -> None:
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
+    axes.tick_params(labelsize=9, which="both")
 
 
 def draw_counts(axes: Axes, counts: np.ndarray, colour: str, num_places: int, num_ticks: int) -> None:

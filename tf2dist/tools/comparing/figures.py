@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from tf2dist.palette import MODE_STYLES, Style
 from tf2dist.tools.comparing.matrix import Until
 from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
-from tf2dist.tools.plotting import draw_counts
+from tf2dist.tools.plotting import GRID, draw_counts, set_style
 
 MAX_PANELS = 12
 BELOW_GOAL = 0.3  # how much of the accuracy below the goal is shown
@@ -29,7 +29,7 @@ MAX_SECS = 3.0
 NUM_WINDOWS, BUSY = 60, 0.9
 LONG_PART = 0.01  # of the width
 TIMELINE_START = 0.3  # the part of the recorded time after which the time line begins
-INK, GRID, PALE, PAPER = "#24292f", "#e4e7ea", "#d3d8de", "#ffffff"
+INK, PALE, PAPER = "#24292f", "#d3d8de", "#ffffff"
 # Of several contenders of the same mode: darker by so much, and with markers that no mode has.
 SHADES, MARKERS = (0.0, 0.4, 0.65, 0.2), ("v", "D", "P", "X", "*")
 PNG_DPI = 110
@@ -349,12 +349,10 @@ def new_figure(is_narrow: bool, height: float, rows: int, columns: int) -> tuple
     )
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
+        set_style(axes)
         axes.set_facecolor(PAPER)
-        axes.grid(color=GRID, lw=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["bottom", "left"]].set_color(PALE)
-        axes.tick_params(labelsize=9, colors=INK, which="both")
+        axes.tick_params(colors=INK, which="both")
         axes.xaxis.label.set(color=INK, fontsize=9)
         axes.yaxis.label.set(color=INK, fontsize=9)
     return figure, grid.tolist()
