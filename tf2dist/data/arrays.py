@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf2dist.errors import TfDistError
+
 Tree = Any  # an array, or dicts, lists and tuples of arrays; None where there is nothing
 
 
@@ -77,6 +79,14 @@ def _dtype_of(array: Any) -> tf.DType:
 
 MASKED = "has masked values, which would be trained on like the others; fill them with numpy.ma.filled"
 ZERO_END = "has text that ends with a zero byte, which numpy drops; encode it, as in base64"
+
+
+def encoded(texts: np.ndarray, error: TfDistError) -> np.ndarray:
+    """An array of strings or bytes as bytes in UTF-8, as in TensorFlow; raises `error` at one with `ZERO_END`."""
+    words = [text.encode() if isinstance(text, str) else text for text in texts.ravel().tolist()]
+    if any(word.endswith(b"\0") for word in words):
+        raise error
+    return np.array(words, np.bytes_).reshape(texts.shape)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, Layout, in_native_order, leaves_of
+from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, Layout, encoded, in_native_order, leaves_of
 from tf2dist.data.stream import Stream
 from tf2dist.errors import DataError, kind_of
 
@@ -175,11 +175,7 @@ def _standard(name: str, leaf: Any) -> np.ndarray:
         array = array.astype(keras.config.floatx(), copy=False)
     elif array.dtype.kind in "UO":
         # The strings of a pandas table come in an object array, which may hold anything else, too.
-        words = array.ravel().tolist()
-        if not all(isinstance(word, str | bytes) for word in words):
+        if array.dtype.kind == "O" and not all(isinstance(word, str | bytes) for word in array.flat):
             raise DataError(f"{name} ({array.dtype} {array.shape}): must hold numbers or strings")
-        as_bytes = [word.encode() if isinstance(word, str) else word for word in words]
-        if any(word.endswith(b"\0") for word in as_bytes):
-            raise DataError(f"{name} {ZERO_END}")
-        array = np.array(as_bytes, np.bytes_).reshape(array.shape)
+        array = encoded(array, DataError(f"{name} {ZERO_END}"))
     return np.ascontiguousarray(array) if not array.flags.c_contiguous else array

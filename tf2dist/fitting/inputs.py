@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, Tree, in_native_order, leaves_of
+from tf2dist.data.arrays import MASKED, ZERO_END, Arrays, Tree, encoded, in_native_order, leaves_of
 from tf2dist.errors import FitError, kind_of
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
@@ -117,13 +117,9 @@ def _of_objects(array: np.ndarray, name: str) -> np.ndarray:
     """Strings as bytes in UTF-8, or numbers as Keras's floatx."""
     # pandas gives such arrays for columns of strings, and for tables whose columns are of several types. As objects
     # they could be sent only by pickle.
-    flat = array.ravel()
-    if all(isinstance(item, str | bytes) for item in flat):
-        texts = [item.encode() if isinstance(item, str) else item for item in flat]
-        if any(text.endswith(b"\0") for text in texts):
-            raise FitError(f"{name}: {ZERO_END}")
-        return np.array(texts, "S").reshape(array.shape)
-    if all(isinstance(item, bool | int | float | np.number | np.bool_) for item in flat):
+    if all(isinstance(item, str | bytes) for item in array.flat):
+        return encoded(array, FitError(f"{name}: {ZERO_END}"))
+    if all(isinstance(item, bool | int | float | np.number | np.bool_) for item in array.flat):
         return array.astype(keras.config.floatx())
     raise FitError(f"{name} (object): must hold only strings or only numbers; convert it with astype")
 
