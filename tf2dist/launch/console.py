@@ -356,6 +356,11 @@ def number_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+def state_text(state: str, exit_code: int | None) -> str:
+    """The state of a run, with its exit code if it failed, as in ``failed (3)``."""
+    return f"failed ({exit_code})" if state == "failed" else state
+
+
 def cluster_text(num_workers: int, num_ps: int) -> str:
     """For example ``2 workers and 1 ps``."""
     return number_of(num_workers, "worker") + (f" and {num_ps} ps" if num_ps else "")

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from tf2dist import files
 from tf2dist.config.compose import overrides_of
 from tf2dist.config.sweeps import plain
-from tf2dist.launch.console import Console, print_result, rate_text
+from tf2dist.launch.console import Console, print_result, rate_text, state_text
 from tf2dist.launch.run_dir import finished_summary
 
 RECORDS = ".jobs"  # in the folder of the sweep
@@ -66,10 +66,6 @@ class Row:
     def has_failed(self) -> bool:
         """Whether it has ended and is not done; a signal may have stopped it alone, in a process of its own."""
         return self.state in ("failed", "stopped")
-
-    @property
-    def outcome(self) -> str:
-        return f"failed ({self.exit_code})" if self.state == "failed" else self.state
 
     def write(self, sweep_dir: Path) -> None:
         files.write_whole(sweep_dir / RECORDS / f"{self.number}.json", json.dumps(asdict(self)))
@@ -177,10 +173,10 @@ def as_table(rows: list[Row], width: int | None) -> str:
     """
     names = _names(rows)
     head = ["job", *names, "test accuracy", "loss", "steps/s", "wall secs", "state"]
-    cells = [
-        [str(row.number), *(row.varying.get(name, "-") for name in names), *_formatted(row), row.outcome]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        values = (row.varying.get(name, "-") for name in names)
+        cells.append([str(row.number), *values, *_formatted(row), state_text(row.state, row.exit_code)])
     widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
     if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         return "\n".join(line for row in rows for line in _stanza(row, width))
@@ -213,6 +209,5 @@ def _stanza(row: Row, width: int) -> list[str]:
     result = f"accuracy {accuracy}, loss {loss}, {rate} steps/s, {secs} s, " if row.results else ""
     # A long value stays whole and sticks out of the line, so that it can still be copied.
     lines = textwrap.wrap(f"{row.number}  {values}", max(width, 20), subsequent_indent="   ", break_long_words=False)
-    return lines + textwrap.wrap(
-        f"{result}{row.outcome}", max(width, 20), initial_indent="   ", subsequent_indent="   "
-    )
+    result += state_text(row.state, row.exit_code)
+    return lines + textwrap.wrap(result, max(width, 20), initial_indent="   ", subsequent_indent="   ")

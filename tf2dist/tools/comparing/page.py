@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from tf2dist.launch.console import state_text
 from tf2dist.tools.comparing.results import ACCURACY, MEASURES, Column, ContenderResult, Measurement, Spread
 from tf2dist.tools.comparing.running import RunOutcome
 from tf2dist.tools.comparing.verdict import Claim, Verdict
@@ -185,7 +186,7 @@ def run_columns() -> list[Column]:
         Column("mode", lambda row: row[0].contender.mode_label, is_number=False),
         Column("scenario", lambda row: row[0].contender.scenario, is_number=False),
         Column("seed", lambda row: row[1].run.seed),
-        Column("state", _state, is_number=False),
+        Column("state", lambda row: state_text(row[1].state, row[1].exit_code), is_number=False),
         Column("steps", measured(lambda run: run.summary["global_step"]), lambda value: f"{value:,}"),
         Column("seconds to the goal", secs_to_goal, lambda value: f"{value:.2f}"),
         Column(
@@ -195,11 +196,6 @@ def run_columns() -> list[Column]:
         ),
         Column("steps of each worker", measured(_shares), is_number=False),
     ]
-
-
-def _state(row: RunRow) -> str:
-    outcome = row[1]
-    return f"failed ({outcome.exit_code})" if outcome.state == "failed" else outcome.state
 
 
 def _shares(measurement: Measurement) -> str:
