@@ -123,12 +123,26 @@ class LooksAtTheBatch(NoTraining):
         return self.logits(hidden)
 
 
+class Idle(keras.layers.Layer):  # type: ignore[misc]
+    """Has weights to which no gradient leads: Keras's optimizers do not even decay them."""
+
+    def build(self, shape: Any) -> None:
+        self.unused = self.add_weight(name="unused", shape=(3,), initializer="ones")
+        self.stopped = self.add_weight(name="stopped", shape=shape[1:], initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return x * keras.ops.stop_gradient(self.stopped)
+
+
 @registry.register_model("random")
 def random(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Draws random numbers from several generators, twice from one of them."""
+    """Draws random numbers from several generators, twice from one of them; and decays its weights."""
     dropout = layers.Dropout(0.3)
-    hidden = [layers.Dense(20, "relu"), dropout, layers.GaussianNoise(0.1)]
-    return keras.Sequential([*first_layers(input_shape), dropout, *hidden, layers.Dense(num_classes)])
+    hidden = [layers.Dense(20, "relu"), dropout, layers.GaussianNoise(0.1), Idle()]
+    model = keras.Sequential([*first_layers(input_shape), dropout, *hidden, layers.Dense(num_classes)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, weight_decay=0.01), loss, metrics=["accuracy"])
+    return model
 
 
 @registry.register_model("summed")

@@ -15,7 +15,7 @@ from tests.replica.test_streams import VALIDATION, Streamed, X, Y, of_rows
 from tests.unit.test_saving import facts
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import check_same, differences, named_variables, values
+from tf2dist.checkpoint.state import check_same, differences, named_variables, take_over, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.load import DEFAULTS
 from tf2dist.data.arrays import Arrays
@@ -35,6 +35,17 @@ def test_bfloat16_that_is_not_finite_is_not_saved() -> None:
     variable.assign([1.5, np.nan])
     with pytest.raises(NotFiniteError, match="model/own is not finite"):
         values({"model/own": [variable]})
+
+
+def test_slots_of_what_a_run_does_not_train_are_left_out() -> None:
+    """Such as a part of the model that its loss does not reach any more."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2), keras.layers.Dense(1)])
+    earlier, own = keras.optimizers.SGD(momentum=0.5), keras.optimizers.SGD(momentum=0.5)
+    earlier.build(model.trainable_variables)
+    own.build(model.layers[0].trainable_variables)
+    earlier.momentums[0].assign([[1.0, 2.0], [3.0, 4.0]])
+    take_over(named_variables(model, model.weights, [own]), model, model.weights, earlier)
+    assert own.momentums[0].numpy().tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
 def test_each_piece_of_a_table_that_is_read_is_a_sign_of_life() -> None:

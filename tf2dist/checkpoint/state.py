@@ -320,7 +320,9 @@ def take_over(
     """
     # By name, since in mode async each ps has an optimizer of its own, with a part of the variables.
     of_earlier = named_variables(model, variables, [earlier])
-    state = values({name: slots for name, slots in of_earlier.items() if name.startswith("optimizer/")})
+    # The run may leave out variables that get no gradient in it.
+    names = [name for name in of_earlier if name.startswith("optimizer/") and name in named]
+    state = values({name: of_earlier[name] for name in names})
     assign(named, state, by_row)
 
 

@@ -1,7 +1,7 @@
 """The step of a compiled model: forward pass, loss, gradients and metrics, as in the `train_step` of Keras."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf2dist.data.arrays import Layout, leaves_of
 from tf2dist.model.metrics import Metrics
-from tf2dist.model.recurrence import reached_from
+from tf2dist.model.recurrence import origins_of, passes_gradient, reached_from
 from tf2dist.model.scopes import CallScope, inlining, is_zero, recording
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Mapping, Step, StepOutput, is_own, without_padding
@@ -38,6 +38,7 @@ class ForwardTrace(NamedTuple):
     Attributes:
         outputs: symbolic tensors, in whatever structure the model returns them.
         ungraded: the trainable variables that get no gradient, if the call has custom gradients.
+        unreached: the trainable variables to which no gradient leads, as far as the operations of the graph tell.
         has_scalar_loss: whether a loss returns one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
         has_lengths: whether a loss has a value for each place of a sequence, and batches differ in length.
@@ -48,6 +49,7 @@ class ForwardTrace(NamedTuple):
 
     outputs: Any
     ungraded: list[keras.Variable]
+    unreached: list[keras.Variable]
     has_scalar_loss: bool
     is_masked: bool
     has_lengths: bool
@@ -79,6 +81,11 @@ class CompiledStep(Step):
         reductions = [getattr(loss, "reduction", None) for loss in self.losses]
         self.sums_losses = "sum" in reductions and not self.has_own_loss
         self.keep(self.traced(self._run))
+        by_keras = self._by_keras(self.forward_trace.unreached)
+        if left_out := {id(variable) for variable, gradients in by_keras if all(one is None for one in gradients)}:
+            # As in Keras no optimizer touches them, whatever it does to weights with a gradient of zero.
+            self.divide_variables([v for v in self.trainable if id(v) not in left_out])
+            self.keep(self.traced(self._run))
         self.weighs_losses = self._weighs_losses(reductions)
 
     def _build_metrics(self) -> None:
@@ -270,6 +277,7 @@ class CompiledStep(Step):
             if scope.has_custom_gradients:  # which may hide variables, and compute layers again, with random numbers
                 gradients = tape.gradient(forward.loss, self.trainable)
                 ungraded = [v for v, g in zip(self.trainable, gradients, strict=True) if is_zero(g)]
+            with_gradient = {operation.name for operation in origins_of(forward.loss, passes_gradient)}
             self._update_metrics(forward, forward.loss)
             penalties = list(self.model.losses)
             maskable = [*leaves_of(forward.outputs), *(value for _, value in forward.loss_values)]
@@ -277,6 +285,7 @@ class CompiledStep(Step):
         self.forward_trace = ForwardTrace(
             outputs=forward.outputs,
             ungraded=ungraded,
+            unreached=self._without(with_gradient, mapping),
             has_scalar_loss=any(not value.shape.rank for _, value in forward.loss_values),
             is_masked=any(mask_of(tensor) is not None for tensor in maskable),
             has_lengths=self._has_lengths([value for _, value in forward.loss_values]),
@@ -286,19 +295,29 @@ class CompiledStep(Step):
         )
         return scope
 
+    def _without(self, with_gradient: Collection[str], mapping: Mapping) -> list[keras.Variable]:
+        """The trainable variables whose values come from none of these operations, but for tables read by rows."""
+        operations = {id(variable): value.op.name for variable, value in mapping}
+        whole = [variable for variable in self.trainable if not self.lookups.is_table(variable)]
+        return [variable for variable in whole if operations[id(variable)] not in with_gradient]
+
     def graded_by_keras(self, variables: list[keras.Variable]) -> list[keras.Variable]:
-        """The given trainable variables that have a gradient in the step of `keras.Model.fit`, by a trace."""
+        """The given trainable variables that have a gradient other than zero in the step of `keras.Model.fit`."""
+        return [variable for variable, gradients in self._by_keras(variables) if not all(map(is_zero, gradients))]
+
+    def _by_keras(self, variables: list[keras.Variable]) -> list[tuple[keras.Variable, list[tf.Tensor | None]]]:
+        """Variables with the gradients of their parts in the step of `keras.Model.fit`, by a trace."""
         parts = [[part.value for part in parts_of(variable)] for variable in variables]
-        found: list[keras.Variable] = []
+        found: list[list[tf.Tensor | None]] = []
 
         def call(leaves: list[tf.Tensor]) -> None:
             with tf.GradientTape() as tape:
                 forward = self._forward(leaves, training=True)
-            gradients = tape.gradient(forward.loss, parts)
-            found.extend(v for v, own in zip(variables, gradients, strict=True) if not all(map(is_zero, own)))
+            found.extend(tape.gradient(forward.loss, parts))
 
-        tf.function(call, autograph=False).get_concrete_function(self.layout.batched(None))
-        return found
+        if variables:
+            tf.function(call, autograph=False).get_concrete_function(self.layout.batched(None))
+        return [*zip(variables, found, strict=True)]
 
     def _has_lengths(self, values: list[tf.Tensor]) -> bool:
         """Whether batches differ in length; `values`: of the losses, before they are reduced. See `ForwardTrace`."""

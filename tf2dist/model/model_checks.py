@@ -160,7 +160,8 @@ def advice_on(step: Step, optimizer: keras.Optimizer, note: str) -> Advice:
     Args:
         note: what is known already.
     """
-    notes = (note, note_on_first_values(optimizer) or note_on_lookups(step, optimizer), note_on_numbers(step))
+    of_optimizer = note_on_first_values(optimizer) or note_on_lookups(step, optimizer)
+    notes = (note, of_optimizer, note_on_numbers(step), note_on_gradients(step))
     return Advice(advice_on_outputs(step), "; ".join(filter(None, notes)))
 
 
@@ -203,6 +204,15 @@ def note_on_numbers(step: Step) -> str:
         f"{', '.join(names)}: the history has the mean over the steps of an epoch, and keras.Model.fit shows that of "
         "the last step; to have the same, return the result of a keras.metrics.Mean"
     )
+
+
+def note_on_gradients(step: Step) -> str:
+    """The variables that Keras names when its optimizer finds no gradient for them; empty if there are none."""
+    trained = set(map(id, step.trainable))
+    left_out = [variable.path for variable in step.model.trainable_variables if id(variable) not in trained]
+    if isinstance(step, OwnStep) or not left_out:
+        return ""
+    return f"{', '.join(left_out)}: the loss does not depend on them, so they stay as they are"
 
 
 def note_on_lookups(step: Step, optimizer: keras.Optimizer) -> str:

@@ -12,13 +12,14 @@ process took all steps one after the other:
 import functools
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import tensorflow as tf
 
 UNCHANGED = ("Identity", "StopGradient", "Cast")
 SUMS = ("Add", "AddV2", "AddN")
+WITHOUT_GRADIENT = ("StopGradient", "Floor", "Ceil", "Rint", "Round", "OnesLike", "ZerosLike")
 
 
 class Recurrence(NamedTuple):
@@ -79,14 +80,25 @@ def reached_from(*tensors: tf.Tensor, barriers: Collection[tf.Tensor] = ()) -> s
     return reached
 
 
-def origins_of(tensor: tf.Tensor) -> list[tf.Operation]:
-    """The operations of its graph on which a tensor depends."""
+def origins_of(tensor: tf.Tensor, follows: Callable[[tf.Tensor], bool] = lambda _: True) -> list[tf.Operation]:
+    """The operations of its graph on which a tensor depends.
+
+    Args:
+        follows: whether an input of an operation counts.
+    """
     found, queue = {tensor.op.name: tensor.op}, [tensor.op]
     while queue:
-        new = [source.op for source in queue.pop().inputs if source.op.name not in found]
+        new = [one.op for one in queue.pop().inputs if one.op.name not in found and follows(one)]
         queue += new
         found.update({operation.name: operation for operation in new})
     return list(found.values())
+
+
+def passes_gradient(tensor: tf.Tensor) -> bool:
+    """Whether a gradient may pass through a tensor, as far as its operation and its type tell."""
+    # Variants are lists of tensors, and resources variables.
+    may_pass = tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype in (tf.variant, tf.resource)
+    return may_pass and tensor.op.type not in WITHOUT_GRADIENT
 
 
 def _consumed(tensor: tf.Tensor) -> list[tf.Tensor]:

@@ -122,6 +122,10 @@ def build_step(
     # The variables of an optimizer that the model has would count as those of the model.
     optimizer, model.optimizer = model.optimizer, None
     step = CompiledStep(model, splits.layout)
+    if not step.trainable:
+        raise ConfigError(
+            f"model ({source.name}): its loss depends on none of its trainable variables; compile it with another loss"
+        )
     if optimizer:
         _take_earlier(step, optimizer)
     support.check_step(support.ALL, source.name, step)
