@@ -15,7 +15,9 @@ COUNTS = [0, 7, 2**24 + 1, 2**53 - 1]  # float32 counts up to 2^24, float64 to 2
 def variables() -> list[keras.Variable]:
     return [
         keras.Variable(np.array([[0.1, -2.5, 3.0]], np.float32)),
-        keras.Variable(np.array(41), dtype="int64"),
+        keras.Variable(np.array([2**24 + 1, -(2**53) - 1]), dtype="int64"),
+        keras.Variable(np.array(2**24 + 1), dtype="int32"),
+        keras.Variable(np.array([[0.1], [1 / 3]]), dtype="float64"),
         keras.Variable(np.arange(LARGE_BYTES // 4, dtype=np.float32).reshape(8, -1)),
         keras.Variable(np.array([0.5, 1.25]), dtype="bfloat16"),
         keras.Variable(np.arange(LARGE_BYTES // 8), dtype="int64"),

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 # Two copies of this size take about as long as a call, a few tenths of a millisecond.
 LARGE_BYTES = 1 << 20
+# The types of which float32 does not hold all values, such as ids above 2^24.
+BITWISE = (tf.int32, tf.int64, tf.uint32, tf.uint64, tf.float64)
 
 
 class Shaped(Protocol):
@@ -27,25 +29,38 @@ def narrow_dtype(name: str) -> tf.DType | None:
 
 
 class Packing:
-    """Packs tensors with the shapes of some variables into one float32 vector."""
+    """Packs tensors with the shapes of some variables into one float32 vector.
 
-    def __init__(self, variables: Sequence[Shaped]) -> None:
+    Args:
+        exact: whether types that float32 does not hold travel bit by bit, as two elements where they are wider; then
+            nothing may be computed with the vector.
+    """
+
+    def __init__(self, variables: Sequence[Shaped], exact: bool = False) -> None:
         self._shapes = [tuple(variable.shape) for variable in variables]
         self._dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
-        self.sizes = [tf.TensorShape(shape).num_elements() for shape in self._shapes]
+        self._are_bits = [exact and dtype in BITWISE for dtype in self._dtypes]
+        self.sizes = [
+            tf.TensorShape(shape).num_elements() * (dtype.size // tf.float32.size if are_bits else 1)
+            for shape, dtype, are_bits in zip(self._shapes, self._dtypes, self._are_bits, strict=True)
+        ]
         self.size = sum(self.sizes)
 
     def pack(self, tensors: list[tf.Tensor], *vectors: tf.Tensor) -> tf.Tensor:
         """One vector: the `size` elements of the tensors, followed by the vectors."""
-        flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-        return tf.concat([*flat, *vectors], axis=0)
+        pairs = zip(tensors, self._are_bits, strict=True)
+        numbers = [(tf.bitcast if are_bits else tf.cast)(tensor, tf.float32) for tensor, are_bits in pairs]
+        return tf.concat([*(tf.reshape(one, [-1]) for one in numbers), *vectors], axis=0)
 
     def unpack(self, vector: tf.Tensor, *sizes: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors in their shapes and types, and the vectors of `sizes` elements that follow."""
         parts = tf.split(vector, [*self.sizes, *sizes])
         tensor_parts, others = parts[: len(self.sizes)], parts[len(self.sizes) :]
-        shaped = zip(tensor_parts, self._shapes, self._dtypes, strict=True)
-        return [_to(dtype, tf.reshape(part, shape)) for part, shape, dtype in shaped], others
+        kinds = zip(tensor_parts, self._shapes, self._dtypes, self._are_bits, strict=True)
+        return [
+            _from_bits(dtype, shape, part) if are_bits else _to(dtype, tf.reshape(part, shape))
+            for part, shape, dtype, are_bits in kinds
+        ], others
 
 
 class Buckets:
@@ -70,7 +85,8 @@ class Buckets:
         narrow: tf.DType | None = None,
     ) -> None:
         self._is_large = list(map(is_large, variables))
-        self._packing = Packing([v for v, alone in zip(variables, self._is_large, strict=True) if not alone])
+        small = [v for v, alone in zip(variables, self._is_large, strict=True) if not alone]
+        self._packing = Packing(small, exact=dtype is None)
         large = [v for v, alone in zip(variables, self._is_large, strict=True) if alone]
         self._large_dtypes = [tf.as_dtype(variable.dtype) for variable in large]
 
@@ -107,3 +123,9 @@ def _to(dtype: tf.DType, tensor: tf.Tensor) -> tf.Tensor:
     """Casts a tensor; a float is rounded first if an integer is wanted."""
     # A whole number that was added up from weighted parts is inexact in float32, and a cast cuts 2.9999998 to 2.
     return tf.cast(tf.round(tensor) if dtype.is_integer and tensor.dtype.is_floating else tensor, dtype)
+
+
+def _from_bits(dtype: tf.DType, shape: tuple[int, ...], vector: tf.Tensor) -> tf.Tensor:
+    """The numbers whose bits are a float32 vector."""
+    each = [] if dtype.size == tf.float32.size else [dtype.size // tf.float32.size]
+    return tf.bitcast(tf.reshape(vector, [*shape, *each]), dtype)
