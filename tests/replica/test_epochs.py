@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests.replica.in_memory_source import AsOfFit, InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config, sync_loop
-from tf2dist.checkpoint.snapshot import Frozen
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen
 from tf2dist.checkpoint.store import NoSaver
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
@@ -313,6 +313,7 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert loop.updates_applied() == 10 * EPOCHS
+    assert hooks.arrays[EARLIER_ARRAY] == 10, "callbacks see the count of the optimizer"
     saved = loop.snapshot()
     later = async_loop(config, 1, 2, source=source, start=saved)
     assert later.earlier_updates == 10

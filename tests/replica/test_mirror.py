@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError
@@ -29,6 +30,19 @@ def test_a_change_of_what_a_schedule_reads_is_refused() -> None:
     rate.assign(0.25)
     with pytest.raises(FitError, match=r"callbacks: rate was changed, which the schedule of the learning rate reads"):
         mirror.changes()
+
+
+def test_the_count_of_updates_is_that_of_the_run() -> None:
+    """The model that is given when a run goes on may have been trained for longer than the one that it began with."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    model.fit(np.ones([20, 2]), np.ones(20), batch_size=1, verbose=0)
+    mirror = Mirror(model)
+    mirror.put({}, (0.5,), 30)
+    assert int(model.optimizer.iterations) == 30
+    mirror.put({EARLIER_ARRAY: np.array(7)}, (0.5,), 30)
+    assert int(model.optimizer.iterations) == 37
+    assert mirror.changes() == ({}, ())
 
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot
 from tf2dist.checkpoint.state import named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
@@ -59,9 +59,7 @@ class Mirror:
         self._cluster_arrays: NamedArrays = {}
         # Unlike `iterations` they count the updates, too, that an optimizer only accumulates.
         self._counters = counters_of(self.optimizer)
-        # A run counts its steps from 0, but a model that was trained before goes on with its own count in Keras, and
-        # learning rate schedules depend on it.
-        self._earlier_updates = self._cluster_count = int(self._counters[0].numpy())
+        self._cluster_count = int(self._counters[0].numpy())
         # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
         self._counts_steps = not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
         self._cluster_rates: tuple[float, ...] = ()
@@ -82,6 +80,8 @@ class Mirror:
         if has_weights or self.step is None:
             self.step = step if has_weights else -1
         for name, array in arrays.items():
+            if name == EARLIER_ARRAY:
+                continue
             variable = self._named.get(name, self._generators.get(name))
             if variable is None:
                 raise TrainingError(
@@ -89,7 +89,10 @@ class Mirror:
                     "it must give the same layers at each call"
                 )
             variable.assign(array)
-        self._cluster_count = self._earlier_updates + step if self._counts_steps else int(self._counters[0].numpy())
+        # A run counts its steps from 0, but a model that was trained before goes on with its own count in Keras, and
+        # learning rate schedules depend on it. Of a run that goes on the model at hand may have been trained longer.
+        counted = step + int(arrays.get(EARLIER_ARRAY, 0))
+        self._cluster_count = counted if self._counts_steps else int(self._counters[0].numpy())
         for counter, times in zip(self._counters, self._per_step, strict=True):
             counter.assign(times * self._cluster_count)
         set_learning_rates(self.optimizer, learning_rates)
@@ -104,7 +107,8 @@ class Mirror:
 
     def put_saved(self, snapshot: Snapshot) -> None:
         """Copies the variables of a checkpoint into the model."""
-        arrays = {name: array for name, array in snapshot.arrays.items() if name in self._named}
+        names = {*self._named, EARLIER_ARRAY}
+        arrays = {name: array for name, array in snapshot.arrays.items() if name in names}
         self.put(arrays, self._learning_rates(), snapshot.step)
 
     def rates_and_seeds(self) -> RatesAndSeeds:

@@ -396,7 +396,8 @@ class Epochs(Length):
         epoch = self._plan.epochs if is_over else self._state.position.epoch
 
         def arrays(with_weights: bool) -> NamedArrays:
-            return (loop.arrays() if with_weights else loop.small_arrays()) | loop.random_states()
+            variables = loop.arrays() if with_weights else loop.small_arrays()
+            return variables | loop.random_states() | loop.counted_before()
 
         self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
         effects = self._answer()

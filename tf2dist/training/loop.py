@@ -186,6 +186,10 @@ class Loop(abc.ABC):
         """The values of all variables by name."""
         return self._freeze_arrays()()
 
+    def counted_before(self) -> dict[str, np.ndarray]:
+        """`earlier_updates` as an array of a checkpoint, which has none for 0."""
+        return {EARLIER_ARRAY: np.array(self.earlier_updates)} if self.earlier_updates else {}
+
     def small_arrays(self) -> dict[str, np.ndarray]:
         """The values of the variables that are not the model's, and the counts of a LossScaleOptimizer."""
         prefixes = OUTSIDE, LOSS_SCALE
@@ -214,8 +218,7 @@ class Loop(abc.ABC):
             seed=self.config.seed,
             keras=self.config.keras,
         )
-        if self.earlier_updates:
-            own[EARLIER_ARRAY] = np.array(self.earlier_updates)
+        own |= self.counted_before()
         step, own, fetch = self.progress.global_step, {**self._trained, **own, **others}, self._freeze_arrays()
         return lambda: Snapshot(step, fetch() | own, facts)
 
