@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tests.conftest import REPOSITORY
 from tests.replica.small_runs import assert_exact, run_config
+from tests.replica.test_epochs import source_of
 from tf2dist import registry
 from tf2dist.errors import TaskLostError
 from tf2dist.training.loop import PauseRequest, WorkersAway
@@ -75,6 +76,12 @@ def test_workers_share_the_steps_between_two_evaluations(async_loop: MakeLoop) -
     config = run_config(model="softmax", steps_per_execution=None)
     config.train.eval_every_steps = 12
     assert async_loop(config, num_workers=2)._scheduler.num_steps == 3
+
+
+def test_every_worker_gets_a_part_of_an_epoch(async_loop: MakeLoop) -> None:
+    loop = async_loop(run_config(steps_per_execution=50), num_workers=3, source=source_of("regression"))
+    assert loop._graphs.sharding.updates_per_pass == 6
+    assert loop._scheduler.num_steps == 2
 
 
 def test_a_worker_asks_the_ps_once_a_step(async_loop: MakeLoop) -> None:

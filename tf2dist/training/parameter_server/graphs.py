@@ -10,6 +10,7 @@ unrolled. How many there are is decided before the first step: a call of another
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +134,14 @@ class PsGraphs(abc.ABC):
         to_pause = self._steps_of_worker(steps_to_pause(spec.config, spec.plan, spec.sharding, spec.total_steps))
         travelling = [variable for server in self.servers for variable in server.variables]
         chosen = min(unrolled_steps(self._compute, travelling, to_pause), self.stragglers.max_steps)
-        self.steps_per_call = spec.config.train.steps_per_execution or chosen
+        self.steps_per_call = self._asked_steps(spec) or chosen
+
+    def _asked_steps(self, spec: GraphsSpec) -> int | None:
+        """The steps in a call that the user asks for; in `fit` each worker gets a part of every epoch in any case."""
+        asked = spec.config.train.steps_per_execution
+        if not (asked and spec.plan):
+            return asked
+        return min(asked, max(1, math.ceil(self._steps_of_worker(spec.sharding.updates_per_pass))))
 
     def _parts(self, spec: GraphsSpec) -> list[PartSpec]:
         """The part of the model that each ps gets."""
