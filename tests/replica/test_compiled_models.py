@@ -85,6 +85,11 @@ def masked() -> keras.Model:
     return compiled(model, SQUARED_ERROR())
 
 
+def weighted_places() -> keras.Model:
+    model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(2), layers.Reshape((2, 1))])
+    return compiled(model, SQUARED_ERROR(reduction="mean_with_sample_weight"))
+
+
 def masked_one_number() -> keras.Model:
     model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), layers.Dense(1), Repeated()])
     return compiled(model, mean_of_all)
@@ -150,6 +155,7 @@ WEIGHTED = {
     "a mean over weights": lambda: compiled(
         dense(), CROSSENTROPY(from_logits=True, ignore_class=3, reduction="mean_with_sample_weight")
     ),
+    "a weight for both places": weighted_places,
 }
 
 
@@ -158,8 +164,9 @@ def test_parts_of_a_batch_give_together_what_all_of_it_gives(name: str) -> None:
     """The parts are divided by the sum of their weights, which stand for what each loss is divided by."""
     digits = load_digits(run_config().data).train
     weights = np.random.default_rng(0).uniform(0.1, 3.0, len(digits)).astype("float32")
-    labels = np.repeat(digits.y[:, None, None], 2, axis=1).astype("float32") if name == "a mask" else digits.y
-    train = data.Arrays(digits.x, labels, None if name == "a mask" else weights)
+    has_places = name in ("a mask", "a weight for both places")
+    labels = np.repeat(digits.y[:, None, None], 2, axis=1).astype("float32") if has_places else digits.y
+    train = data.Arrays(digits.x, labels, None if name == "a mask" else weights[:, None] if has_places else weights)
     splits = data.Splits(train)
     step, _ = build_step(InMemorySource(WEIGHTED[name], splits), splits, run_config(), contextlib.nullcontext())
     assert step.weighs_losses

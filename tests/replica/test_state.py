@@ -37,6 +37,17 @@ def test_bfloat16_that_is_not_finite_is_not_saved() -> None:
         values({"model/own": [variable]})
 
 
+def test_weights_that_are_infinite_by_intention_are_saved() -> None:
+    mask, kernel = keras.Variable([-np.inf, 0.0], trainable=False), keras.Variable([np.inf, 0.0])
+    assert values({"model/mask": [mask]})["model/mask"].tolist() == [-np.inf, 0.0]
+    for name, variable in (("model/kernel", kernel), ("optimizer/kernel/velocity", mask)):
+        with pytest.raises(NotFiniteError, match=f"{name} is not finite"):
+            values({name: [variable]})
+    mask.assign([np.nan, 0.0])
+    with pytest.raises(NotFiniteError, match="model/mask is not finite"):
+        values({"model/mask": [mask]})
+
+
 def test_slots_of_what_a_run_does_not_train_are_left_out() -> None:
     """Such as a part of the model that its loss does not reach any more."""
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2), keras.layers.Dense(1)])

@@ -208,12 +208,13 @@ def in_file(pieces: Iterable[np.ndarray], shape: tuple[int, ...], folder: str | 
         return np.memmap(file, piece.dtype, "r", shape=shape)
 
 
-def is_finite(array: np.ndarray) -> bool:
-    """Whether all numbers of an array of any type are finite; no more than a piece of it is in memory at once."""
+def is_finite(array: np.ndarray, or_infinite: bool = False) -> bool:
+    """Whether all numbers of an array of any type are finite, or not NaN; only a piece of it is in memory at once."""
     if array.dtype.kind not in "fc":
         return True
     flat, at_once = array.ravel(order="K"), PIECE_BYTES // array.itemsize
-    return all(np.isfinite(flat[first : first + at_once]).all() for first in range(0, flat.size, at_once))
+    pieces = (flat[first : first + at_once] for first in range(0, flat.size, at_once))
+    return not any(np.isnan(piece).any() if or_infinite else not np.isfinite(piece).all() for piece in pieces)
 
 
 def folder_name(step: int) -> str:
@@ -309,8 +310,8 @@ def read(path: Path) -> Snapshot:
         raise ValueError(f"{ARRAYS} does not hold the arrays of the manifest")
     for name, array in arrays.items():
         # A training that continues from NaN can only fail, so the checkpoint before is better. The sum of a metric is
-        # not finite where the metric is not, as in Keras.
-        if name.startswith(VARIABLES) and not is_finite(array):
+        # NaN where the metric is, as in Keras.
+        if name.startswith(VARIABLES) and not is_finite(array, or_infinite=True):
             raise ValueError(f"{name} is not finite")
     return Snapshot(manifest["step"], arrays, facts)
 

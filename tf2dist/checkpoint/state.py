@@ -130,7 +130,7 @@ def values(
     """
     # Each ps advances its copy once for each step, so the first one stands for all.
     firsts = {name: variables[0] for name, variables in named.items()}
-    arrays = savable({name: variable.value.numpy() for name, variable in firsts.items() if name not in by_row})
+    arrays = savable({name: v.value.numpy() for name, v in firsts.items() if name not in by_row}, infinite_in(named))
     tables = {name: variable for name, variable in firsts.items() if name in by_row}
     return arrays | {name: in_file(_pieces(name, v, progress), tuple(v.shape), folder) for name, v in tables.items()}
 
@@ -141,8 +141,16 @@ def _pieces(name: str, variable: keras.Variable, progress: Callable[[], None]) -
         progress()
 
 
-def savable(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def infinite_in(named: Named) -> set[str]:
+    """The names of what may be infinite: state that is not trained, such as a mask or a smallest value so far."""
+    return {name for name, (first, *_) in named.items() if name.startswith("model/") and not first.trainable}
+
+
+def savable(arrays: dict[str, np.ndarray], infinite: Collection[str] = ()) -> dict[str, np.ndarray]:
     """The arrays in types that numpy's files can hold, for checkpoints, callbacks and model.keras.
+
+    Args:
+        infinite: the names of arrays of which only NaN shows that a run has diverged.
 
     Raises:
         NotFiniteError: a variable is not finite, so nothing that leaves the run is.
@@ -150,7 +158,7 @@ def savable(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # bfloat16, which numpy's files cannot hold; float32 holds it exactly
             arrays[name] = array = array.astype(np.float32)
-        if not is_finite(array):
+        if not is_finite(array, name in infinite):
             raise NotFiniteError(f"{name} is not finite any more; try a lower learning rate")
     return arrays
 

@@ -240,7 +240,7 @@ class CompiledStep(Step):
             factors += leaves_of(forward.sample_weight)
         for factor in factors:
             if factor is not None:
-                parts *= tf.reshape(tf.cast(factor, tf.float32), tf.shape(parts))
+                parts *= _of_rank(parts, tf.cast(factor, tf.float32))
         # By the number of examples: what is divided by the places of a batch depends on its length.
         return share * tf.reduce_sum(parts) / tf.cast(tf.shape(parts)[0], tf.float32)
 
@@ -324,6 +324,13 @@ class CompiledStep(Step):
         if not any(None in spec.shape.as_list() for spec in self.layout.specs):
             return False
         return any(value.shape.rank is None or None in value.shape[1:].as_list() for value in values)
+
+
+def _of_rank(values: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """Weights that multiply values of as many dimensions or one more or less, as Keras's losses broadcast them."""
+    if weights.shape.rank == values.shape.rank - 1:
+        return weights[..., None]
+    return tf.squeeze(weights, -1) if weights.shape.rank == values.shape.rank + 1 else weights
 
 
 def has_own_loss(model: keras.Model) -> bool:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.state import Named, savable, values
+from tf2dist.checkpoint.state import Named, infinite_in, savable, values
 from tf2dist.model.packing import Packing
 from tf2dist.model.shards import parts_of, read_piece
 from tf2dist.process import heartbeat
@@ -37,6 +37,7 @@ class PackedRead:
         self, named: Named, servers: Sequence[ModelPart], by_row: Collection[str] = (), folder: str | None = None
     ) -> None:
         self._names, self._by_row, self._folder = list(named), by_row, folder
+        self._infinite = infinite_in(named)
         for name in by_row:
             read_piece(named[name][0], 0, 1)
         self._packed: list[tuple[dict[str, tuple[int, ...]], Packing, Any]] = []
@@ -64,7 +65,8 @@ class PackedRead:
         arrays = values(self._rest, self._by_row, self._folder, heartbeat.progress)
         for shapes, packing, read in self._packed:
             parts = np.split(read().numpy(), np.cumsum(packing.sizes)[:-1])
-            arrays |= savable({name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
+            whole = {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+            arrays |= savable(whole, self._infinite)
         kept: dict[str, dict[int, tf.Tensor]] = {}
         for keys, read in self._kept:
             for (name, number), tensor in zip(keys, read(), strict=True):
@@ -73,7 +75,7 @@ class PackedRead:
         def fetch() -> Arrays:
             # One after the other, so that the ps can free each, and no part is in memory with all of the whole.
             for name in list(kept):
-                arrays.update(savable({name: _joined(kept.pop(name), self._wholes[name])}))
+                arrays.update(savable({name: _joined(kept.pop(name), self._wholes[name])}, self._infinite))
             # The order of the names decides the order of the arrays in a checkpoint.
             return {name: arrays[name] for name in self._names}
 
