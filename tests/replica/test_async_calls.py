@@ -277,7 +277,7 @@ def test_an_early_stop_sets_no_count_while_workers_push(async_loop: MakeLoop, mo
         monkeypatch.setattr(ParameterServer, "number_on_from_applied", lambda server: set_counts.append(server))
         return PauseRequest.STOP
 
-    assert loop.train(20, stop) is PauseRequest.STOP
+    assert loop.train(1000, stop) is PauseRequest.STOP
     assert set_counts == []
     loop._coordinator.join()
 
