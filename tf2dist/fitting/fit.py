@@ -91,8 +91,8 @@ def fit(arguments: FitArguments) -> Result:
         initial_epoch: the epoch to begin with, counted from 0.
         steps_per_epoch: the global steps of an epoch; None for one pass over the data.
         validation_steps: the batches to validate on; None for all.
-        validation_batch_size: the examples in a batch of the validation. None: chosen for speed; it does not change
-            the result.
+        validation_batch_size: the examples in a batch of the validation. None: `batch_size` if the result depends on
+            it, and otherwise a number chosen for speed.
         validation_freq: the epochs from one validation to the next, or a list of those with one, counted from 1.
         data: instead of x, y and sample_weight, for data that do not fit into memory: a function that gets the
             `tf2dist.Shard` of a worker and returns a `tf.data.Dataset` of batches (x, y) or (x, y, sample_weight).
