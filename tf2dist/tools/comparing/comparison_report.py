@@ -47,9 +47,8 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
     from tf2dist.tools.comparing import figures
 
     seeds = "The band is the range over the seeds. " if options.seeds > 1 else ""
-    goal = " The dotted line is the goal, to which the contenders are compared." if any(
-        result.goal for result in results
-    ) else ""  # fmt: skip
+    has_goal = any(result.goal for result in results)
+    goal = " The dotted line is the goal, to which the contenders are compared." if has_goal else ""
     titled: list[TitledFigure] = []
     if any(run.points for result in results for run in result.measured):
         titled.append(

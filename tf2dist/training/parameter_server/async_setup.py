@@ -104,11 +104,7 @@ def prepare(
     optimizer = make_optimizer(plan.target_step)
     if isinstance(start, Weights):
         support.check_optimizer(support.INIT_FROM, optimizer)
-    support.check_optimizer(rule.way, optimizer, step.trainable)
-    if len({variable.value.device for variable in all_parts(step.variables)}) > 1:
-        support.check_step(support.PARTITIONED, source.name, step)
-        for way in (support.PARTITIONED, *rule.ways_on_several_ps):
-            support.check_optimizer(way, optimizer, step.trainable)
+    _check(source.name, rule, step, optimizer)
     notes.append(choose_rows(context, step, optimizer, rule.why_no_rows(optimizer)))
     origin = rule.origin(plan.start, plan.sharding, step.metrics.size)
     earlier = earlier_updates(step.earlier_optimizer, plan.start)
@@ -131,13 +127,7 @@ def prepare(
     values = StartValues.assigned(config, step, optimizers, start)
     graphs.restore(origin)
 
-    # TensorFlow sends each new function to all hosts, and the whole process blocks if one of them is cut off.
-    # So on many hosts every function is made before the training, also those of TensorFlow's own that copy what the ps
-    # return, and those that a metric's result takes.
-    with tf.device(f"/job:{context.task.job}"):
-        graphs.read_counters()
-    step.metrics.results(np.zeros(step.metrics.size))
-    step.evaluated.results(np.zeros(step.evaluated.size))
+    _make_other_functions(context, graphs, step)
     return PsRun(
         plan=plan,
         step=step,
@@ -151,3 +141,28 @@ def prepare(
         origin=origin,
         graphs=graphs,
     )
+
+
+def _check(name: str, rule: UpdateRule, step: Step, optimizer: keras.Optimizer) -> None:
+    """Refuses what the ps cannot train.
+
+    Args:
+        name: of the model.
+    """
+    support.check_optimizer(rule.way, optimizer, step.trainable)
+    if len({variable.value.device for variable in all_parts(step.variables)}) > 1:
+        support.check_step(support.PARTITIONED, name, step)
+        for way in (support.PARTITIONED, *rule.ways_on_several_ps):
+            support.check_optimizer(way, optimizer, step.trainable)
+
+
+def _make_other_functions(context: TaskContext, graphs: PsGraphs, step: Step) -> None:
+    """Makes the functions that TensorFlow would make while the tasks train.
+
+    It sends each new one to all hosts, and the whole process blocks if one of them is cut off. These are TensorFlow's
+    own that copy what the ps return, and those that a metric's result takes.
+    """
+    with tf.device(f"/job:{context.task.job}"):
+        graphs.read_counters()
+    step.metrics.results(np.zeros(step.metrics.size))
+    step.evaluated.results(np.zeros(step.evaluated.size))

@@ -212,25 +212,23 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     has_any_batches = bool(splits.stream) and gathers_one_length(workers, all_reduce)
     notes.append(choose_rows(context, step, optimizer, _why_no_rows(config, optimizer, graph_class, has_any_batches)))
     graph_class.check(source.name, config, workers, splits, step, optimizer)
-    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if has_scale:
-        step.loss_scale = optimizer.dynamic_scale
-    else:  # the step divides the gradients by the loss scale before they are summed, so the optimizer must not
-        step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
+    _take_loss_scale(step, optimizer)
 
     # The same values everywhere.
     synchronize = functools.partial(synchronize_initial_state, config, splits, optimizer, workers)
     values = StartValues.assigned(config, step, [optimizer], start, synchronize)
     earlier = earlier_updates(step.earlier_optimizer, plan.start)
-    # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
-    for counter in counters_of(optimizer) if not has_scale else []:
-        counter.assign(origin.step + earlier)
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # Snapshots leave the counter out: the global step tells it, also to an optimizer that came from another mode.
+        for counter in counters_of(optimizer):
+            counter.assign(origin.step + earlier)
 
     # The graph of the steps.
-    if splits.stream:
-        feed: Feed = graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
-    else:
-        feed = ArrayFeed(workers, splits.train, plan.sharding, origin.begin)
+    feed: Feed = (
+        graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
+        if splits.stream
+        else ArrayFeed(workers, splits.train, plan.sharding, origin.begin)
+    )
     graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, Stragglers(config))
     graphs.restore(plan.start.arrays if plan.start else {})
     # A GPU has the memory for its part of a worker's batch; what depends on the batches needs whole ones, as in Keras.
@@ -252,6 +250,14 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
         feed=feed,
         graphs=graphs,
     )
+
+
+def _take_loss_scale(step: Step, optimizer: keras.Optimizer) -> None:
+    """Gives the step the factor by which the optimizer wants the loss scaled."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        step.loss_scale = optimizer.dynamic_scale
+    else:  # the step divides the gradients by the loss scale before they are summed, so the optimizer must not
+        step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
 
 def step_class(name: str, algorithm: AlgorithmConfig, step: Step) -> type[SyncStep]:
