@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,16 @@ WORKER = {"type": "worker", "index": 0}
 ONE_WORKER = json.dumps({"cluster": {"worker": ["a:1"]}, "task": WORKER})
 EVALUATOR = ["mode=sync", "cluster=hosts", "cluster.worker=[a:1]", "cluster.evaluator=[b:1]", "task.type=evaluator"]
 
-BAD: list[tuple[list[str], dict[str, str], str]] = [
+Bad = tuple[list[str], dict[str, str], str]
+BAD: list[Bad] = [
     (["trian.steps=5"], {}, "did you mean train.steps?"),
+    (["cluster=local3"], {"TF_CONFIG": ONE_WORKER}, "TF_CONFIG is set"),
+    ([], {"TF_CONFIG": "{"}, "TF_CONFIG: not valid JSON"),
+    (["cluster=hosts"], {}, "task.type and task.index"),
+    ([*EVALUATOR], {}, "task.index (null)"),
+]
+# Rules that tests/unit shows, too.
+BAD_THOROUGH: list[Bad] = [
     (["model=resnet"], {}, "model (resnet): must be one of"),
     (["train.steps=0"], {}, "train.steps (0): must be at least 1"),
     (["train.steps=-3"], {}, "train.steps (-3): must be at least 1"),
@@ -23,24 +32,19 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
     (["data=digits", "train.batch_size_per_worker=500"], {}, "each of 3 workers has only 419"),
     (["data.dir=/no/such/folder"], {}, "data.dir (/no/such/folder): there is no such directory"),
     (["cluster=local", "cluster.num_workers=1000", "data=digits"], {}, "a local cluster has at most 64 tasks"),
-    (
-        ["cluster=local3"],
-        {"TF_CONFIG": ONE_WORKER},
-        "TF_CONFIG is set",
-    ),
     (["cluster=tf_config"], {}, "TF_CONFIG is not set"),
-    ([], {"TF_CONFIG": "{"}, "TF_CONFIG: not valid JSON"),
     (["mode=sync"], {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a"]}, "task": WORKER})}, "must be host:port"),
-    (["cluster=hosts"], {}, "task.type and task.index"),
-    (
-        [*EVALUATOR],
-        {},
-        "task.index (null)",
-    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "env", "words"), BAD, ids=[" ".join(bad[0]) or "TF_CONFIG" for bad in BAD])
+def row_of(bad: Bad, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(*bad, id=" ".join(bad[0]) or "TF_CONFIG", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "words"),
+    [*(row_of(bad) for bad in BAD), *(row_of(bad, pytest.mark.thorough) for bad in BAD_THOROUGH)],
+)
 def test_a_wrong_request_is_refused(command: Command, arguments: list[str], env: dict[str, str], words: str) -> None:
     finished = command(*arguments, env=env, timeout_secs=30)
     assert finished.code == 2, finished

@@ -56,25 +56,25 @@ SIZES = [(1, 1), *(pytest.param(*size, marks=pytest.mark.slow) for size in [(4, 
 def test_async_is_resumed_with_any_number_of_tasks(async_loop: MakeLoop, num_workers: int, num_ps: int) -> None:
     config = run_config("cnn", "adam", steps_per_execution=5, batch_norm=True)
     config.optimizer["learning_rate"] = 0.001
-    first = async_loop(config)
-    first.train(40)
+    first = async_loop(config, num_workers=4)
+    first.train(12)
     snapshot = taken(first)
-    assert snapshot.step == 40
+    assert snapshot.step == 12
     assert "optimizer/conv1/kernel/velocities" in snapshot.arrays
     assert "model/norm1/moving_mean" in snapshot.arrays
 
     second = async_loop(config, num_workers=num_workers, num_ps=num_ps, start=snapshot)
-    assert second.restored_from == "going on at step 40"
+    assert second.restored_from == "going on at step 12"
     assert_same_arrays(taken(second), snapshot, ("model/", "optimizer/"))
-    assert second.progress.global_step == second.updates_applied() == 40
+    assert second.progress.global_step == second.updates_applied() == 12
     assert second.progress.examples == first.progress.examples
-    second.train(71)
-    assert second.progress.global_step == second.updates_applied() == 71
+    second.train(23)
+    assert second.progress.global_step == second.updates_applied() == 23
     assert second.progress.examples > first.progress.examples
     for server in second._graphs.servers:
-        assert server.counters.now().applied == 71
+        assert server.counters.now().applied == 23
     same_size = num_workers == 4
-    assert sum(second.progress.local_steps) == (71 if same_size else 31)
+    assert sum(second.progress.local_steps) == (23 if same_size else 11)
     # All examples up to there were seen once, and no others.
     assert taken(second).facts.input.position == second.progress.examples
     assert taken(second).facts.input.unseen == ()
@@ -257,6 +257,7 @@ def stopped_and_resumed(worker: SyncWorker) -> tuple[dict[str, Any], dict[str, A
     return sync_run(worker, config, arrived(stopped), 17), sync_run(worker, config, None, 17)
 
 
+@pytest.mark.thorough
 def test_a_resumed_sync_run_equals_an_uninterrupted_one(sync_workers: SyncWorkers) -> None:
     """Bit for bit, with dropout, moving averages, Adam and the smaller last step of an epoch."""
     for resumed, straight in sync_workers(stopped_and_resumed, 2):
