@@ -50,9 +50,15 @@ LONG = ["cluster=local2", "data=digits", "train.steps=100000000", "train.log_eve
     ],
 )
 def test_a_signal_stops_everything(command: Command, mode: str, signum: signal.Signals) -> None:
-    """Also a signal that comes twice at once, as from SLURM at a time limit."""
+    """Also a signal that comes twice at once, as from SLURM at a time limit.
+
+    Until then the run directory serves this run alone.
+    """
     process = command.start(f"mode={mode}", *LONG, "figure=true")
     wait_for_line(process, command.folder / "run" / "logs" / "worker-0.log", "worker=0, epoch")
+    second = command("data=digits", "train.steps=5")
+    assert second.code == 2, second
+    assert "another run is using it" in second.stderr
     for pause_secs in (0.02, 0.0):
         process.send_signal(signum)
         time.sleep(pause_secs)  # as far apart as SLURM's

@@ -116,9 +116,10 @@ class Saved(Gan):
 @pytest.mark.timeout(600)
 def test_a_model_is_sent_if_keras_can_save_it(tmp_path: Path) -> None:
     model = Saved()
-    fit(model, tmp_path / "run", mode="sync", cluster=TWO, batch_size=10)
+    given: dict[str, Any] = {"mode": "sync", "cluster": tf2dist.Local(workers=1), "batch_size": 20}
+    fit(model, tmp_path / "run", **given)
     assert_alike(tf2dist.load_model(tmp_path / "run", custom_objects={"Saved": Saved}), model)
     with pytest.raises(tf2dist.ConfigError, match=r"model \(saved\): its optimizers have trained before, and Keras"):
-        fit(model, tmp_path / "again", mode="sync", cluster=TWO, batch_size=10)
+        fit(model, tmp_path / "again", **given)
     with pytest.raises(tf2dist.ConfigError, match=r"model \(gan.*\): .*; give .*a function that builds"):
-        fit(gan(), tmp_path / "other", mode="sync", cluster=TWO, batch_size=10)
+        fit(gan(), tmp_path / "other", **given)

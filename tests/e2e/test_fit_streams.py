@@ -68,12 +68,19 @@ def held_out(shard: tf2dist.Shard) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X[mine], Y[mine])).batch(shard.batch_size)
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("async", marks=pytest.mark.thorough), pytest.param("sync", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("data", [{"data": rows}, pytest.param({"x": X, "y": Y}, marks=pytest.mark.slow)], ids=len)
 def test_all_workers_validate_on_their_parts_of_a_stream(mode: str, data: Any, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"batch_size": 30, "epochs": 2, "cluster": tf2dist.Local(2, 1), "mode": mode, **data}
     arguments |= {"validation_data": held_out, "validation_batch_size": 16, "run_dir": tmp_path / "run"}
-    result = tf2dist.fit(regression, verbose=0, **arguments)
+    assert_validated(tf2dist.fit(regression, verbose=0, **arguments))
+
+
+def assert_validated(result: tf2dist.Result) -> None:
+    """Asserts that the last epoch was validated on all of `held_out`."""
+    assert result.model is not None
     expected = result.model.evaluate(X[:70], Y[:70], verbose=0, return_dict=True)
     assert {name: result.history[f"val_{name}"][-1] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result.summary["validation_examples"] == 70
@@ -134,8 +141,13 @@ def test_a_resumed_run_continues_at_its_batch(mode: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_an_epoch_ends_with_the_data(mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In async with that of all three workers, who have 2, 3 and 4 batches, and in sync with that of the first one."""
-    result = fit(generated, tmp_path / "run", THREE, mode=mode, verbose=1)
+    """In async with that of all three workers, who have 2, 3 and 4 batches, and in sync with that of the first one.
+
+    All workers validate on their parts of another stream.
+    """
+    validation = {"validation_data": held_out, "validation_batch_size": 16}
+    result = fit(generated, tmp_path / "run", THREE, mode=mode, verbose=1, **validation)
+    assert_validated(result)
     summary, told = result.summary, "epoch 1 ended with the data of one worker; batches of 2 others were left out"
     assert [worker["local_steps"] for worker in summary["workers"]] == ([6, 9, 12] if mode == "async" else [6] * 3)
     assert summary["global_step"] == summary["updates_applied"] == (27 if mode == "async" else 6)

@@ -1,13 +1,15 @@
 """What a user of Hydra tries first, in single runs."""
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import COMMAND, slowness
+from tests.conftest import slowness, warm_process_to_lend
+from tf2dist.linux import CALL_MAIN, code_command
 
 RUN = ["data=digits", "model=softmax", "mode=sync", "cluster=local1", "train.steps=5"]
 
@@ -18,8 +20,16 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
 
 
 def command(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Without a `run_dir` of the test; it is lent the warm process of these tests."""
+    lent, descriptors = warm_process_to_lend()
     completed = subprocess.run(
-        [*COMMAND, *arguments], cwd=folder, capture_output=True, text=True, timeout=120 * slowness()
+        code_command(CALL_MAIN, "tf2dist.__main__", *arguments),
+        cwd=folder,
+        env={**os.environ, **lent},
+        pass_fds=descriptors,
+        capture_output=True,
+        text=True,
+        timeout=120 * slowness(),
     )
     assert completed.returncode == code, completed
     return completed

@@ -63,7 +63,7 @@ ROLES = {"async": WITH_PS, "sync": ["worker-1", "worker-0"], "sync_replicas": WI
 
 def test_a_ps_that_is_lost(command: Command) -> None:
     """tests/e2e/test_passes.py has lost workers."""
-    lose(command, "async", signal.SIGKILL, ["ps-0"], 4_000)
+    lose(command, "async", signal.SIGKILL, ["ps-0"], 3_000, "cluster=local2")
 
 
 @pytest.mark.thorough

@@ -130,16 +130,6 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(command: Command) -> N
     assert "all 1 checkpoints are damaged" in refused.stderr
 
 
-def test_a_run_directory_serves_one_run_at_a_time(command: Command) -> None:
-    process = command.start("cluster=local1", "data=digits", "train.steps=100000000")
-    wait_until((command.folder / "run" / "metrics.jsonl").exists, process)
-    second = command("data=digits", "train.steps=5")
-    assert second.code == 2, second
-    assert "another run is using it" in second.stderr
-    process.send_signal(signal.SIGINT)
-    assert command.finish(process).code == 130
-
-
 @pytest.mark.slow
 def test_chosen_layers_of_another_run(command: Command) -> None:
     small = ["data=digits", "mode=sync", "cluster=local1", "train.steps=20"]

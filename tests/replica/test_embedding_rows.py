@@ -262,8 +262,8 @@ WHOLE: dict[str, Callable[[], keras.Model]] = {
 @pytest.mark.parametrize(
     ("name", "is_trained"),
     [
-        *(("penalty", True), ("tied", False), ("routed", False)),
-        *(pytest.param(name, True, marks=pytest.mark.thorough) for name in ("tied", "routed")),
+        *((name, False) for name in ("penalty", "tied", "routed")),
+        *(pytest.param(name, True, marks=pytest.mark.thorough) for name in ("penalty", "tied", "routed")),
         pytest.param("bfloat16", True, marks=pytest.mark.slow),
     ],
 )

@@ -408,14 +408,31 @@ def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_w
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("everything", "no number at first"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("regression", "two outputs")),
-    ],
-)
-def test_one_synchronous_worker_equals_keras(name: str, sync_workers: SyncWorkers) -> None:
+ON_ONE_WORKER = ("everything", "no number at first")
+
+
+# A worker takes seconds to start, so one trains for several tests.
+@pytest.fixture(scope="module")
+def one_worker(sync_workers: SyncWorkers) -> dict[str, Any]:
+    """Results by the names of cases, and the calls of a callback by whether it stops the training."""
+    found: dict[str, Any]
+    (found,) = sync_workers(drive_all_in_sync, num_workers=1)
+    return found
+
+
+def drive_all_in_sync(worker: SyncWorker) -> dict[str, Any]:
+    calls = {f"stops: {stops}": drive_with_a_pause(worker, CallbackEffects(stop=stops)) for stops in (True, False)}
+    return calls | {name: drive_in_sync(worker, name, BATCH) for name in ON_ONE_WORKER}
+
+
+@pytest.mark.parametrize("name", ON_ONE_WORKER)
+def test_one_synchronous_worker_equals_keras(name: str, one_worker: dict[str, Any]) -> None:
+    assert_same(one_worker[name], keras_fit(source_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["regression", "two outputs"])
+def test_one_synchronous_worker_equals_keras_with_other_models(name: str, sync_workers: SyncWorkers) -> None:
     (found,) = sync_workers(drive_in_sync, num_workers=1, args=(name, BATCH))
     assert_same(found, keras_fit(source_of(name)))
 
@@ -450,10 +467,10 @@ def drive_with_a_pause(worker: SyncWorker, end: CallbackEffects) -> list[tuple[A
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_an_epoch_that_a_callback_ends_is_validated_and_its_end_is_called(
-    stops: bool, sync_workers: SyncWorkers
+    stops: bool, one_worker: dict[str, Any]
 ) -> None:
     """As in Keras; if the callback then takes `stop_training` back, the next epoch follows."""
-    (calls,) = sync_workers(drive_with_a_pause, num_workers=1, args=(CallbackEffects(stop=stops),))
+    calls = one_worker[f"stops: {stops}"]
     logs = ["loss", "mae", "r2_score", "val_loss", "val_mae", "val_r2_score"]
     step = calls[1][2]
     assert 0 < step < 10

@@ -228,12 +228,12 @@ THOROUGH_IN_ASYNC = [
 ]
 IN_ASYNC = ["lookups", *(name for name in TRACED_IN_ASYNC if name not in THOROUGH_IN_ASYNC)]
 IN_SYNC = [
-    *("custom optimizer", "lookups", "compiled in training"),
+    *("custom optimizer", "compiled in training"),
     *TRACED_IN_SYNC,
 ]
 THOROUGH_IN_SYNC = [
     *("accumulation", "towers", "words", "frozen", "series", "features", "own loss"),
-    *("nested", "own losses", "sum in evaluations"),
+    *("nested", "own losses", "sum in evaluations", "lookups"),
 ]
 
 

@@ -136,12 +136,12 @@ def all_sorts() -> dict[str, np.ndarray]:
 
 
 def sent(worker: SyncWorker) -> tuple[list[str], dict[str, np.ndarray], int]:
-    """What arrives, and by how many MB the memory of the process grows when 512 MB are sent."""
+    """What arrives, and by how many MB the memory of the process grows when 256 MB are sent."""
     workers, leads = Workers(worker.cluster, worker.task, worker.strategy), worker.task.index == 0
     head, arrays = workers.broadcast_arrays(["head"] if leads else None, all_sorts() if leads else {})
     before = anonymous_mb()
     with tempfile.TemporaryFile() as file:
-        zeros = np.memmap(file, np.float32, "w+", shape=(128, 1 << 20))
+        zeros = np.memmap(file, np.float32, "w+", shape=(64, 1 << 20))
         workers.broadcast_arrays(None, {"zeros": zeros} if leads else {})
     return head, arrays, anonymous_mb() - before
 

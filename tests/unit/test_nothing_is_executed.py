@@ -25,20 +25,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not (tmp_path / "ran").exists()
 
 
+VALUES = [
+    "_target_=os.system",
+    "_target_=logging.os.system",
+    "inner={_target_: os.system, command: 'touch ran'}",
+    "inner=[{_target_: os.system, _args_: ['touch ran']}]",
+]
 ATTEMPTS = [
     ["+_target_=os.system", "+command='touch ran'"],
     ["+_target_=logging.os.system"],
     *[
-        [f"{plus}{group}.{key}={value}"]
-        for plus in ("+", "++")
+        [f"+{group}.{value}"]
         for group in ("model", "optimizer", "data", "train", "cluster", "task", "devices")
-        for key, value in (
-            ("_target_", "os.system"),
-            ("_target_", "logging.os.system"),
-            ("inner", "{_target_: os.system, command: 'touch ran'}"),
-            ("inner", "[{_target_: os.system, _args_: ['touch ran']}]"),
-        )
+        for value in (VALUES[0], VALUES[-1])
     ],
+    *[[f"++{group}.{value}"] for group in ("model", "train") for value in VALUES],
     ["model.hidden_units=[{_target_: os.system, command: 'touch ran'}]"],
     ["optimizer.learning_rate={_target_: os.system, command: 'touch ran'}"],
     ["optimizer.schedule={_target_: os.system, command: 'touch ran'}"],
