@@ -25,8 +25,7 @@ from tests.twins import meaning
 HOME = "/home/me"  # what pages show in place of the folder
 # These take seconds. All other pages, and new ones, are slow.
 MARKS = {
-    "README.md": [pytest.mark.timeout(240)],
-    **{page: [pytest.mark.timeout(240), pytest.mark.thorough] for page in ("docs/engines.md", "docs/hosts.md")},
+    page: [pytest.mark.timeout(240), pytest.mark.thorough] for page in ("README.md", "docs/engines.md", "docs/hosts.md")
 }
 # Without MNIST a local run trains on other data, and says so.
 NEED_MNIST = {

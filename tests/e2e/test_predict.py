@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import tf2dist
 from tests.conftest import ports_of_tasks, slowness, task_process, wait_until
+from tests.e2e.test_old_runs import OLD_RUNS
 
 X = np.random.default_rng(0).normal(size=(230, 3)).astype("float32")
 # Of a model that takes its time, in a file of its own that the tasks import, too: a batch of four takes 0.1 s, and the
@@ -90,7 +91,7 @@ def branched() -> keras.Model:
 WORDS = np.random.default_rng(1).choice(["a", "b", "c"], [230, 1])
 CASES: dict[str, tuple[Any, Any, int, int]] = {
     "own step": (own, X, 2, 7),
-    "several inputs and outputs": (branched(), {"numbers": X.astype("float64"), "words": WORDS}, 3, 32),
+    "several inputs and outputs": (branched(), {"numbers": X.astype("float64"), "words": WORDS}, 2, 32),
 }
 
 
@@ -119,20 +120,15 @@ def test_predictions_are_those_of_keras(case: str, tmp_path: Path, no_leftovers:
 
 
 def test_a_run_predicts_a_mapped_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    result = tf2dist.fit(
-        model, X, X.sum(1), mode="sync", cluster=tf2dist.Local(workers=1), run_dir=tmp_path / "trained", verbose=0
-    )
-    np.save(tmp_path / "x.npy", X)
-    capfd.readouterr()
+    x = np.random.default_rng(0).integers(0, 256, (230, 28, 28, 1), np.uint8)
+    np.save(tmp_path / "x.npy", x)
     found = tf2dist.predict(
-        result.run_dir,
+        OLD_RUNS / "sync",
         np.load(tmp_path / "x.npy", mmap_mode="r"),
         cluster=tf2dist.Local(workers=2),
         run_dir=tmp_path / "run",
     )
-    assert_like_keras(found, model.predict(X, verbose=0))
+    assert_like_keras(found, tf2dist.load_model(OLD_RUNS / "sync").predict(x, verbose=0))
     opening, *_, told, place = capfd.readouterr().err.splitlines()
     assert opening == "predict: starting 2 workers"
     assert re.fullmatch(r"230 examples in [\d.]+ s \([\d.,]+/s\)", told)

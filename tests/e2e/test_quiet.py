@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -28,13 +29,24 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+def noting_names(folder: Path) -> dict[str, str]:
+    """The variables of a command that notes what names it looks up."""
+    (folder / "sitecustomize.py").write_text(NOTE_NAMES)
+    (folder / "names").touch()
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    return {"NAMES": str(folder / "names"), "PYTHONPATH": path, "NO_GCE_CHECK": ""}
+
+
+def assert_asked_for_no_name(folder: Path) -> None:
+    assert set((folder / "names").read_text().splitlines()) <= {"127.0.0.1", "::1", "None"}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("async", marks=pytest.mark.thorough), pytest.param("sync", marks=pytest.mark.slow)]
+)
 def test_a_plain_run_is_quiet_and_looks_up_no_name(cold_command: Command, mode: str) -> None:
-    (cold_command.folder / "sitecustomize.py").write_text(NOTE_NAMES)
-    names = cold_command.folder / "names"
-    names.touch()
-    path = os.pathsep.join([str(cold_command.folder), str(REPOSITORY)])
-    env = {"NAMES": str(names), "PYTHONPATH": path, "NO_GCE_CHECK": ""}
+    """So is the first run of test_train.py."""
+    env = noting_names(cold_command.folder)
     finished = cold_command(f"mode={mode}", "cluster=local2", "data=digits", "train.steps=200", env=env)
     assert finished.code == 0, finished
     lines = finished.stderr.splitlines()
@@ -44,5 +56,4 @@ def test_a_plain_run_is_quiet_and_looks_up_no_name(cold_command: Command, mode: 
     assert all(line.startswith("step ") for line in steps), finished
     assert len(steps) <= 10, "one for every five seconds"
     assert len(finished.stdout.splitlines()) == 3
-    asked = set(names.read_text().splitlines())
-    assert asked <= {"127.0.0.1", "::1", "None"}
+    assert_asked_for_no_name(cold_command.folder)

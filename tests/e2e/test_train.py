@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import PAGES, Command, Finished
+from tests.conftest import BLOCKS, PAGES, Command, Finished
+from tests.e2e.test_quiet import assert_asked_for_no_name, noting_names
+from tests.shown import is_as_shown
 
 SUMMARY_KEYS = {
     *("mode", "model", "data", "seed", "cluster", "target_step", "global_step", "updates_applied", "examples_seen"),
@@ -23,6 +25,18 @@ SUMMARY_KEYS = {
 FILES = PAGES["docs/results.md"].partition("### summary.json")[2]
 ROWS = re.findall(r"^\| `(.*?)` \|", FILES, re.MULTILINE)
 DOCUMENTED_KEYS = {key for row in ROWS for key in row.split("`, `")}
+SHOWN_RUN_DIR = "/home/me/runs/a"
+# What the README shows of its command; test_page_commands.py runs the whole page.
+(SHOWN,) = [
+    block.text.partition("\n")[2]
+    for block in BLOCKS
+    if block.page == "README.md" and block.text.startswith("$ python -m tf2dist mode=async cluster=local3 run_dir=")
+]
+(SHOWN_FILES,) = [
+    re.findall(r"^  (\S+)", block.text, re.MULTILINE)
+    for block in BLOCKS
+    if block.page == "README.md" and block.text.startswith("runs/a/\n")
+]
 SHOWN_KEYS = set(re.findall(r'^  "(\w+)":', FILES, re.MULTILINE))  # in the example, which is shortened
 
 
@@ -53,15 +67,24 @@ def summary_of(finished: Finished) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("mode", "data"),
-    [("async", "digits"), *(pytest.param(mode, "real", marks=pytest.mark.thorough) for mode in ("async", "sync"))],
+    [
+        ("async", "real"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("async", "digits"), ("sync", "real"))),
+    ],
 )
-def test_the_main_command(cold_command: Command, request: pytest.FixtureRequest, mode: str, data: str) -> None:
-    """The two commands of the README, on real data, with everything that they leave behind."""
+def test_the_main_command(
+    cold_command: Command, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, mode: str, data: str
+) -> None:
+    """The command of the README, on real data, with everything that it leaves behind; it looks up no name."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")  # it is quiet without it
     real_data = request.getfixturevalue("real_data") if data == "real" else data
-    finished = cold_command(
-        f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400", "figure=true"
-    )
+    options = [f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400", "figure=true"]
+    finished = cold_command(*options, env=noting_names(cold_command.folder))
     summary = summary_of(finished)
+    assert_asked_for_no_name(cold_command.folder)
+    if (mode, real_data) == ("async", "mnist"):
+        printed = (finished.stderr + finished.stdout).replace(str(finished.run_dir), SHOWN_RUN_DIR)
+        assert is_as_shown(SHOWN, printed), finished
     assert summary["mode"] == mode
     assert summary["cluster"] == {"worker": 3, "ps": 1 if mode == "async" else 0}
     if mode == "async":
@@ -81,6 +104,7 @@ def test_the_main_command(cold_command: Command, request: pytest.FixtureRequest,
         assert re.search(rf"worker={index}, epoch=\d+, global_step=\d+, local_step=", lines), lines
         assert f"worker={index}, final accuracy={summary['test_accuracy']:.4f}" in lines
     assert list((run_dir / "tensorboard").iterdir())
+    assert all((run_dir / name).exists() for name in SHOWN_FILES)
     assert f"mode: {mode}" in (run_dir / "config.yaml").read_text()
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all({"step", "time", "secs", "task"} < set(record) for record in records)
