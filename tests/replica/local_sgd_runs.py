@@ -58,11 +58,9 @@ def unconstrained(optimizer: str, **algorithm: Any) -> RunConfig:
     return replace(local_config(optimizer, **algorithm), model={"name": "normed", "constrained": False})
 
 
-QUICK = {
-    "momentum": local_config("momentum", per_call=2),  # a round takes two calls
-    "outer momentum": local_config("momentum", **OUTER),
-}
+QUICK = {"outer momentum": local_config("momentum", per_call=2, **OUTER)}  # a round takes two calls
 LONG = {
+    "momentum": local_config("momentum"),
     "sgd": local_config("sgd"),
     "adam": local_config("adam", per_call=None),
     "outer rate": local_config("sgd", per_call=1, outer_learning_rate=1.2),
@@ -71,7 +69,7 @@ LONG["tensorflow"] = replace(LONG["sgd"], cluster=replace(LONG["sgd"].cluster, a
 STREAM = streamed(regression, of_generator, 2, steps=7)
 STREAM_CONFIG = local_config("adam", per_call=10)
 STREAM_CONFIG.train.batch_size_per_worker = BATCH
-INTERRUPTED = QUICK["outer momentum"]
+INTERRUPTED = local_config("momentum", **OUTER)  # a call takes two rounds
 CHANGING = unconstrained("momentum", **OUTER)
 
 

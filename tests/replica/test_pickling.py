@@ -1,6 +1,5 @@
 """Keras objects that are sent to the tasks, in a function or as a compiled model."""
 
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -16,22 +15,20 @@ import tensorflow as tf
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError
-from tf2dist.fitting.pickling import send_function
+from tf2dist.fitting.pickling import load_function, send_function
 from tf2dist.fitting.shipping import ship
 from tf2dist.model.source import EpochPlan
+from tf2dist.testing import SyncWorker, SyncWorkers
 
 RAW = {"number": np.arange(8, dtype=np.float32), "text": np.array(["u", "v", "w", "u"] * 2)}
-IN_A_TASK = """
-import sys
-from pathlib import Path
-import numpy as np
-from tf2dist.fitting.pickling import load_function
-batches = load_function(Path(sys.argv[1]), {"pickle": "f.pickle"})()
-np.save(Path(sys.argv[1], "found.npy"), np.concatenate(list(batches.as_numpy_iterator())))
-"""
 
 
-def test_adapted_and_own_layers_work_in_a_task(tmp_path: Path) -> None:
+def in_a_task(worker: SyncWorker, folder: Path) -> np.ndarray:
+    batches = load_function(folder, {"pickle": "f.pickle"})()
+    return np.concatenate(list(batches.as_numpy_iterator()))
+
+
+def test_adapted_and_own_layers_work_in_a_task(tmp_path: Path, sync_workers: SyncWorkers) -> None:
     """They are called first in a graph of tf.data there."""
 
     class Times(keras.layers.Layer):
@@ -51,9 +48,8 @@ def test_adapted_and_own_layers_work_in_a_task(tmp_path: Path) -> None:
         return tf.data.Dataset.from_tensor_slices(RAW).batch(4).map(lambda rows: scale(times(space(rows))))
 
     assert send_function(tmp_path, batches, "f.pickle", "data") == {"pickle": "f.pickle"}
-    subprocess.run([sys.executable, "-c", IN_A_TASK, str(tmp_path)], check=True, timeout=120)
     expected = np.concatenate(list(batches().as_numpy_iterator()))
-    assert np.array_equal(np.load(tmp_path / "found.npy"), expected)
+    assert np.array_equal(sync_workers(in_a_task, 1, (tmp_path,))[0], expected)
 
 
 def test_modules_by_value_stay_as_the_program_has_listed_them(tmp_path: Path) -> None:

@@ -48,32 +48,34 @@ def _small_tensors_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LARGE_BYTES", 1000)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
+DTYPES = ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_asynchronous_worker(async_loop: MakeLoop, dtype: str) -> None:
-    exact = after_a_step(async_loop(config_of("float32"), num_workers=1), 0.0)
+    """What lies on the ps, is saved and is evaluated stays exact."""
+    loop = async_loop(config_of("float32"), num_workers=1)
+    exact, exact_later = after_a_step(loop, 0.0), after_a_step(loop, EXACT)
     loop = async_loop(config_of(dtype), num_workers=1)
-    found = after_a_step(loop, 0.0)
+    found, found_later = after_a_step(loop, 0.0), after_a_step(loop, EXACT)
+    loop = async_loop(config_of(dtype), num_workers=1)
+    after_a_step(loop, 0.0)
+    rounded_before = after_a_step(loop, 1.0)  # to which EXACT is rounded
+
     # From 0 the new kernel is the gradient itself, which has been rounded on its way.
     np.testing.assert_array_equal(found[KERNEL], rounded(exact[KERNEL], dtype))
     assert np.any(found[KERNEL] != exact[KERNEL])
     np.testing.assert_array_equal(found[BIAS], exact[BIAS], "small tensors travel as they are")
 
-
-def test_values_are_rounded_for_the_worker_alone(async_loop: MakeLoop) -> None:
-    """What lies on the ps, is saved and is evaluated stays exact."""
-    exact = after_a_step(async_loop(config_of("float32"), num_workers=1), EXACT)
-    found = after_a_step(async_loop(config_of("bfloat16"), num_workers=1), EXACT)
-    loop = async_loop(config_of("bfloat16"), num_workers=1)
-    rounded_before = after_a_step(loop, 1.0)  # to which bfloat16 rounds EXACT
-    np.testing.assert_array_equal(found[BIAS], rounded_before[BIAS], "the worker computed with the same kernel")
-    np.testing.assert_allclose(found[KERNEL] - rounded_before[KERNEL], EXACT - 1, atol=1e-6)
-    assert np.max(np.abs(exact[BIAS] - found[BIAS])) > 1e-4, "the rounding matters to the worker"
+    np.testing.assert_array_equal(found_later[BIAS], rounded_before[BIAS], "the worker computed with the same kernel")
+    np.testing.assert_allclose(found_later[KERNEL] - rounded_before[KERNEL], EXACT - 1, atol=1e-6)
+    assert np.max(np.abs(exact_later[BIAS] - found_later[BIAS])) > 1e-4, "the rounding matters to the worker"
 
     evaluated, snapshot = loop.evaluate("validation"), taken(loop)
     again = async_loop(config_of("float32"), num_workers=1, start=snapshot)
     assert again.evaluate("validation") == evaluated
     np.testing.assert_array_equal(snapshot.arrays[KERNEL], rounded_before[KERNEL])
-    assert np.any(rounded(snapshot.arrays[KERNEL], "bfloat16") != snapshot.arrays[KERNEL])
+    assert np.any(rounded(snapshot.arrays[KERNEL], dtype) != snapshot.arrays[KERNEL])
 
 
 @pytest.mark.thorough
@@ -95,14 +97,14 @@ def train_in_sync(worker: SyncWorker, configs: list[RunConfig]) -> list[dict[str
     return [after_a_step(built(worker, config), 0.0) for config in configs]
 
 
-def test_synchronous_workers(sync_workers: SyncWorkers) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_synchronous_workers(sync_workers: SyncWorkers, dtype: str) -> None:
     """With our own all-reduce and with TensorFlow's."""
-    configs = [config_of(dtype, "sync") for dtype in ("float32", "bfloat16", "float16", "bfloat16")]
+    configs = [config_of(each, "sync") for each in ("float32", dtype, dtype)]
     configs[-1].cluster.all_reduce = "tensorflow"
     first, second = sync_workers(train_in_sync, 2, (configs,))
     exact, *narrow = first
-    for config, found, other in zip(configs[1:], narrow, second[1:], strict=True):
-        dtype = config.cluster.transfer_dtype
+    for found, other in zip(narrow, second[1:], strict=True):
         np.testing.assert_array_equal(found[KERNEL], other[KERNEL], "the same on both workers")
         np.testing.assert_array_equal(found[KERNEL], rounded(found[KERNEL], dtype), "the sum is rounded, too")
         assert np.any(found[KERNEL] != exact[KERNEL])
