@@ -293,6 +293,7 @@ def test_hooks_of_batches_change_the_run_at_one_step(
     assert capfd.readouterr().err.count("warning: callbacks: Stop has hooks of batches, ") == 1
 
 
+@pytest.mark.thorough  # replica/test_mirror.py has all settings
 def test_a_setting_of_the_optimizer_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
     class Set(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -209,7 +209,9 @@ class Marks(keras.callbacks.Callback):
             table.assign(np.concatenate([table.numpy()[:-1], np.full([1, 16], 7, np.float32)]))
 
 
-@pytest.mark.parametrize("is_builder", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize(
+    "is_builder", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.thorough)]
+)
 def test_callbacks_have_the_table_and_change_it(tmp_path: Path, is_builder: bool) -> None:
     keras.utils.set_random_seed(3)
     with fresh_names():
