@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,11 +12,17 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import slowness
-from tests.replica.small_runs import context_of, run_config
+from tests.replica.small_runs import AS_TRACED, context_of, run_config
 from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.config.schema import RunConfig
 from tf2dist.linux import unused_ports
 from tf2dist.testing import COORDINATOR, PsCluster, start_ps_cluster
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has synchronous workers leave their graphs as `_graphs_as_traced` does, unless slow tests may be among these."""
+    if "not slow" in config.option.markexpr:
+        os.environ[AS_TRACED] = "1"
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +68,7 @@ def made_by(build: Callable[..., Any], mode: str, cluster: PsCluster) -> Iterato
 
     def make(
         config: RunConfig,
-        num_workers: int = 4,
+        num_workers: int = 2,
         num_ps: int = 2,
         start: Snapshot | Weights | None = None,
         source: Any = None,

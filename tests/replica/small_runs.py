@@ -1,5 +1,6 @@
 """Configurations that train in seconds, on the bundled digits."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,15 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import DataConfig, RunConfig, TrainConfig
 from tf2dist.messages import ToLauncher
 
+# The variable with which synchronous workers do without TensorFlow's optimizer of graphs.
+AS_TRACED = "TF2DIST_TEST_GRAPHS_AS_TRACED"
+
 
 def run_config(
     model: str = "softmax",
     optimizer: str = "sgd",
     batch_size: int = 50,
-    steps_per_execution: int | None = 10,
+    steps_per_execution: int | None = 5,
     **more: Any,
 ) -> RunConfig:
     """A configuration for small tests; `more` are arguments of the model."""
@@ -40,8 +44,12 @@ def sync_loop(worker: Any, config: RunConfig, source: Any = None, start: Any = N
 
     Worker 0 does not wait for the others to leave: they stay until all have their results, and go on to other runs.
     """
+    import tensorflow as tf
+
     from tf2dist.training.synchronous.sync_loop import SyncLoop
 
+    if AS_TRACED in os.environ:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     context = context_of(config, worker.cluster, worker.task, source)
     loop = SyncLoop.build(context, start, report or (lambda progress: None), worker.strategy)
     loop._workers.leave_last = lambda: None  # type: ignore[method-assign]

@@ -56,7 +56,7 @@ def weights(loop: Any) -> list[np.ndarray]:
     ],
 )
 def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimizer: str) -> None:
-    loop = async_loop(run_config(optimizer=optimizer), num_workers=num_workers)
+    loop = async_loop(run_config(optimizer=optimizer, steps_per_execution=10), num_workers=num_workers)
     for steps in (123, 124, 500):  # a part of a call; then a single step; then several calls
         loop.train(steps)
         assert_exact(loop, steps)
@@ -65,7 +65,7 @@ def test_the_global_step_is_exact(async_loop: MakeLoop, num_workers: int, optimi
 
 @pytest.mark.thorough
 def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
-    loop = async_loop(run_config(optimizer="add_one"))
+    loop = async_loop(run_config(optimizer="add_one", steps_per_execution=10), num_workers=4)
     before = weights(loop)
     loop.train(333)
     for old, new in zip(before, weights(loop), strict=True):
@@ -73,7 +73,7 @@ def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
 
 
 def test_every_update_gets_its_own_number(async_loop: MakeLoop) -> None:
-    loop = async_loop(run_config(optimizer="record_number"))
+    loop = async_loop(run_config(optimizer="record_number", steps_per_execution=10), num_workers=4)
     before = weights(loop)
     loop.train(200)
     for old, new in zip(before, weights(loop), strict=True):
@@ -81,10 +81,10 @@ def test_every_update_gets_its_own_number(async_loop: MakeLoop) -> None:
 
 
 def test_a_learning_rate_schedule_is_evaluated_once_at_every_step(async_loop: MakeLoop) -> None:
-    config = run_config(optimizer="add_rate")
+    config = run_config(optimizer="add_rate", steps_per_execution=10)
     config.optimizer["schedule"] = "cosine"
     config.train.steps = 250
-    loop = async_loop(config)
+    loop = async_loop(config, num_workers=4)
     before = weights(loop)
     loop.train(loop.target_step)
     rise = sum(0.01 * step / 12 for step in range(12))  # a twentieth of the steps
@@ -97,7 +97,7 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
     loop = async_loop(run_config(optimizer="add_one"))
     before = weights(loop)
     limit = tf.constant(100, tf.int64)
-    for _ in range(30):  # 300 more steps, such as calls that are repeated after a worker died
+    for _ in range(60):  # 300 more steps, such as calls that are repeated after a worker died
         loop._coordinator.schedule(loop._scheduler.function, args=(limit,))
     loop.train(100)
     assert_exact(loop, 100)
@@ -106,7 +106,7 @@ def test_calls_beyond_the_end_change_nothing(async_loop: MakeLoop) -> None:
 
 def test_what_a_lost_worker_leaves_is_made_good(async_loop: MakeLoop) -> None:
     """Updates that were numbered and never came, and one that came to the first ps alone."""
-    loop = async_loop(run_config())
+    loop = async_loop(run_config(), num_workers=4)
     loop.train(50)
     for server in loop._graphs.servers:
         server.numbered.assign_add(37)  # numbered, but their worker died

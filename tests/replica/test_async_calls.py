@@ -27,7 +27,7 @@ MakeLoop = Callable[..., Any]
 
 def test_the_input_is_prefetched_to_the_accelerator(async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "ACCELERATOR", "CPU:1")  # stands for a GPU; each worker has such a device
-    loop = async_loop(run_config())
+    loop = async_loop(run_config(steps_per_execution=10), num_workers=4)
     names = {device.name for device in tf.config.list_logical_devices()}
     assert {f"/job:worker/replica:0/task:{i}/device:CPU:1" for i in range(4)} <= names
     nodes = {node.name: node for node in loop._scheduler.function.graph.as_graph_def().node}
@@ -104,7 +104,7 @@ def test_a_call_still_in_flight_does_not_cause_more_calls(
     def slow() -> None:
         tf.numpy_function(lambda: time.sleep(0.5), [], [])
 
-    loop = async_loop(run_config(steps_per_execution=5))
+    loop = async_loop(run_config(), num_workers=4)
     loop.train(200)
     schedule, calls = loop._coordinator.schedule, []
 
@@ -126,7 +126,7 @@ def test_updates_that_have_begun_are_not_scheduled_again(async_loop: MakeLoop, m
     def slow() -> None:
         tf.numpy_function(lambda: time.sleep(0.5), [], [])
 
-    loop = async_loop(run_config(steps_per_execution=5))
+    loop = async_loop(run_config(), num_workers=4)
     loop.train(200)
     coordinator, late = loop._coordinator, loop._graphs.servers[1]
     schedule, counts, behind = coordinator.schedule, late.counts, [3, 2, 1]
@@ -167,7 +167,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
     loop = async_loop(run_config(steps_per_execution=5, optimizer="adam"))
     loop.train(200)
     before = [variable.numpy() for variable in loop.model.trainable_variables]
-    for _ in range(4):
+    for _ in range(2):
         loop._coordinator.schedule(busy)
     begun = time.monotonic()
     try:

@@ -75,7 +75,7 @@ def plain_keras(config: RunConfig, model: keras.Model) -> Evaluation:
 def test_fast_moving_averages_of_four_workers_equal_those_of_plain_keras(async_loop: MakeLoop) -> None:
     """Adding up the workers' changes would be wrong: several of them may start from the same old average."""
     config = run_config("fast_norm")
-    loop = async_loop(config)
+    loop = async_loop(config, num_workers=4)
     reference = keras.models.clone_model(loop.model)
     reference.set_weights([variable.numpy() for variable in loop.model.variables])
     expected = plain_keras(config, reference)
@@ -92,7 +92,7 @@ def test_fast_moving_averages_of_four_workers_equal_those_of_plain_keras(async_l
 
 
 def test_sums_are_exact_and_assigned_values_are_kept(async_loop: MakeLoop) -> None:
-    loop = async_loop(run_config("notes"))
+    loop = async_loop(run_config("notes", steps_per_execution=10), num_workers=4)
     loop.train(STEPS)
     assert_exact(loop, STEPS)
     found = state(loop)

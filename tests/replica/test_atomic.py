@@ -40,9 +40,9 @@ registry.register_optimizer("nadam")(keras.optimizers.Nadam)
     "optimizer", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.slow])) for name in OPTIMIZERS]
 )
 def test_concurrent_pushes_are_all_applied(async_loop: Callable[..., Any], optimizer: str) -> None:
-    config = run_config("dnn", hidden_units=[500])  # large enough that updates overlap
+    config = run_config("dnn", steps_per_execution=10, hidden_units=[500])  # large enough that updates overlap
     config.optimizer = {"learning_rate": 0.01, **OPTIMIZERS[optimizer]}
-    loop = async_loop(config)
+    loop = async_loop(config, num_workers=4)
     reference, weight = builtin.build_optimizer(config.optimizer, NUM_PUSHES), keras.Variable(0.0)
     for _ in range(NUM_PUSHES):
         reference.apply([tf.constant(1.0)], [weight])

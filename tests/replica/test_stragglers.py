@@ -68,19 +68,19 @@ def calls_of(loop: Any) -> list[str]:
 def test_without_a_simulation_no_delay_is_in_the_graph(async_loop: MakeLoop) -> None:
     plain = async_loop(run_config())
     assert calls_of(plain) == []
-    config = run_config()
+    config = run_config(steps_per_execution=10)
     config.simulate.delay_secs = [0.0, 0.0, 0.0, 0.1]
-    assert len(calls_of(async_loop(config))) == 10, "each step of a call needs one node"
+    assert len(calls_of(async_loop(config, num_workers=4))) == 10, "each step of a call needs one node"
 
 
 @pytest.mark.thorough
 def test_a_delayed_asynchronous_worker_does_a_smaller_share(
     async_loop: MakeLoop, publishing: Callable[[RunConfig], None]
 ) -> None:
-    config = run_config()
+    config = run_config(steps_per_execution=10)
     config.simulate.delay_secs = [0.0, 0.0, 0.0, 0.1]
     publishing(config)
-    loop = async_loop(config)
+    loop = async_loop(config, num_workers=4)
     loop.train(20)  # lets every worker prepare its graph
     before, begun_at = loop.progress.local_steps, time.monotonic()
     loop.train(1000)
@@ -115,7 +115,7 @@ def test_a_pause_occurs_once(
 def test_calls_do_not_make_a_delay_longer(async_loop: MakeLoop) -> None:
     config = run_config(steps_per_execution=None)
     config.simulate.delay_secs = [0.0, 0.0, 0.0, 0.1]
-    assert async_loop(config)._scheduler.num_steps == CALL_SECS / 0.1
+    assert async_loop(config, num_workers=4)._scheduler.num_steps == CALL_SECS / 0.1
 
 
 def timed(worker: SyncWorker, config: RunConfig, steps: int) -> tuple[dict[str, Any], float]:

@@ -34,7 +34,7 @@ def publishing(
 
 
 def config_of(delays: list[float] | None = None) -> RunConfig:
-    config = run_config()
+    config = run_config(steps_per_execution=10)
     config.timeline = True
     config.simulate = SimulateConfig(delay_secs=delays or [])
     return config
@@ -59,7 +59,7 @@ def test_without_the_option_nothing_is_in_the_graph(fixture: str, request: pytes
 
 def test_a_step_begins_when_what_was_pulled_is_on_the_worker(async_loop: MakeLoop) -> None:
     """A control dependency on what a ps has made would not wait for its transfer."""
-    loop = async_loop(config_of([DELAY_SECS] * 4))
+    loop = async_loop(config_of([DELAY_SECS] * 4), num_workers=4)
     called = [op for op in loop._scheduler.function.graph.get_operations() if op.type == "PyFunc"]
     calls = [op for op in called if op.get_attr("token").decode() in (TIMELINE_TOKEN, DELAY_TOKEN)]
     assert len(calls) == 30, "a begin, a delay and an end of each of the ten steps of a call"
@@ -75,7 +75,7 @@ def test_the_steps_of_a_mode_with_ps(
     make: MakeLoop = request.getfixturevalue(fixture)
     config = config_of([0.0, 0.0, 0.0, DELAY_SECS])
     publishing(config)
-    loop = make(config)
+    loop = make(config, num_workers=4)
     loop.train(40)
     steps = [steps_of(tmp_path, worker) for worker in range(4)]
     # More than were applied: updates beyond the end, or late ones, were computed too.
