@@ -1,5 +1,7 @@
 """A coordinator sends the shutdown message to servers in processes of their own, while its operations on one fail.
 
+It comes to them later than the time for which tasks wait for one another once they have started.
+
 Prints the exit code of each server as JSON: a server that gets none does not end, and is killed.
 """
 
@@ -28,6 +30,7 @@ def main(ports: list[str]) -> None:
     servers = [task for task in cluster.tasks if task.job != "chief"]
     pids = {task: started(cluster, task) for task in servers}
     reachability.wait_for_peers(cluster, servers, LIMIT_SECS, print)
+    time.sleep(2 * serving.LOOK_EVERY_SECS)
     parameter_server_strategy(cluster, cluster.leader)
     os.kill(pids[LOST], signal.SIGKILL)
     reachability.wait_until_gone(cluster, [LOST], LIMIT_SECS)
@@ -44,7 +47,7 @@ def started(cluster: Cluster, task: Task) -> int:
         return pid
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
-    serving.serve(cluster, task, tf.compat.v1.ConfigProto(), Path(), LIMIT_SECS, LIMIT_SECS)
+    serving.serve(cluster, task, tf.compat.v1.ConfigProto(), Path(), startup_timeout_secs=0.0, silence_secs=LIMIT_SECS)
     os._exit(0)
 
 

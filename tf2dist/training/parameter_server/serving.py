@@ -32,6 +32,7 @@ def serve(
     """Serves until the coordinator has written its shutdown message, which is returned.
 
     Args:
+        startup_timeout_secs: how long the coordinator may take to come, beyond what any task may take to start.
         silence_secs: a coordinator that does not answer for so long is taken for lost.
     """
     start_server(cluster, task, server_config)
@@ -39,6 +40,9 @@ def serve(
     # A stop reaches all tasks at once, but the coordinator needs the servers to save; its shutdown message ends them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     chief, seen, gone_secs = cluster.leader, False, max(GONE_SECS, silence_secs)
+    # It opens its port only after it has loaded the data and checked its checkpoint. If it fails before that, the
+    # launcher ends this task.
+    limit_secs = startup_timeout_secs + heartbeat.START_SECS
     last_seen = time.monotonic()
     next_look = last_seen
     while not (message := _shutdown_message()):
@@ -51,9 +55,9 @@ def serve(
             continue
         next_look = now + LOOK_EVERY_SECS
         if not (problem := reachability.why_unreachable(cluster.address(chief))):
-            seen, last_seen = True, time.monotonic()
-        elif now - last_seen > (gone_secs if seen else startup_timeout_secs):
-            what = "is gone" if seen else f"did not come within {startup_timeout_secs:.0f} s"
+            seen, limit_secs, last_seen = True, gone_secs, time.monotonic()
+        elif now - last_seen > limit_secs:
+            what = "is gone" if seen else f"did not come within {limit_secs:.0f} s"
             raise LeaderLostError(f"{chief} at {cluster.address(chief)} {what} ({problem})")
     profile.finish()
     if "failure" in message:
