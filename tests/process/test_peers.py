@@ -159,6 +159,9 @@ def test_hosts_that_drop_packets_are_asked_at_once(monkeypatch: pytest.MonkeyPat
         with pytest.raises(TaskLostError, match=r"worker-19 at 127\.0\.0\.1:[0-9]+ \(no answer\)"):
             reachability.wait_for_peers(cluster, cluster.tasks, 0.1, lambda text: None)
         assert time.monotonic() - began_at < 2
+        began_at = time.monotonic()
+        reachability.wait_until_gone(cluster, cluster.tasks, 30)
+        assert time.monotonic() - began_at < 2
 
 
 def test_the_user_reads_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,5 +189,8 @@ def test_waiting_ends_when_the_last_task_listens() -> None:
     timer.start()
     reachability.wait_for_peers(at(f"localhost:{port}"), [WORKER], 30, lambda text: None)
     assert servers
+    began_at = time.monotonic()
+    reachability.wait_until_gone(at(f"localhost:{port}"), [WORKER], 0.3)
+    assert 0.3 <= time.monotonic() - began_at < 2
     servers[0].close()
     reachability.wait_until_gone(at(f"localhost:{port}"), [WORKER], 30)

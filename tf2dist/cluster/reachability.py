@@ -205,10 +205,10 @@ def why_unreachable(address: str) -> str:
     return ""
 
 
-def unreachable(cluster: Cluster, tasks: Iterable[Task]) -> dict[Task, str]:
-    """Those of the tasks to which no connection can be made, and why."""
+def unreachable(cluster: Cluster, tasks: Iterable[Task], secs: float = PROBES_SECS) -> dict[Task, str]:
+    """Those of the tasks to which no connection can be made within `secs`, and why."""
     tasks = list(tasks)
-    answers = ask_all(lambda task: why_unreachable(cluster.address(task)), tasks, PROBES_SECS)
+    answers = ask_all(lambda task: why_unreachable(cluster.address(task)), tasks, secs)
     return {task: why for task in tasks if (why := answers.get(task, NO_ANSWER))}
 
 
@@ -243,5 +243,9 @@ def wait_for_peers(
 def wait_until_gone(cluster: Cluster, tasks: list[Task], timeout_secs: float) -> None:
     """Waits until none of the tasks listens any more, at most `timeout_secs`."""
     deadline = time.monotonic() + timeout_secs
-    while any(not why_unreachable(cluster.address(task)) for task in tasks) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    while (left_secs := deadline - time.monotonic()) > 0:
+        gone = unreachable(cluster, tasks, min(PROBES_SECS, left_secs))
+        # Those are not probed again: where a host drops packets, each round would take `PROBE_SECS`.
+        if not (tasks := [task for task in tasks if task not in gone]):
+            return
+        time.sleep(0.05)
