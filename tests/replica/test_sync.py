@@ -101,6 +101,36 @@ def test_evaluation_counts_every_example_once(on_three: Callable[[str, str], lis
     assert results[0]["evaluation"] == results[1]["evaluation"] == results[2]["evaluation"]
 
 
+def evaluate_at_another_speed(worker: SyncWorker) -> tuple[bool, list[Any]]:
+    import time
+
+    from tf2dist.messages import Stalled, ToLauncher
+    from tf2dist.process import heartbeat
+
+    messages: list[Any] = []
+    loop = sync_loop(worker, run_config())
+    loop.evaluate("test")  # traces
+    batches = loop._evaluated_batches
+
+    def slow_batches(split: str) -> Any:
+        yield from batches(split)
+        for _ in range(20 * worker.index):
+            time.sleep(0.1)
+            heartbeat.progress()
+
+    loop._evaluated_batches = slow_batches
+    heartbeat.start(ToLauncher("a worker", messages.append), watchdog_secs=1.0)
+    heartbeat.progress()  # the start is over
+    began_at = time.monotonic()
+    loop.evaluate("test")
+    return time.monotonic() - began_at > 1.5, [message for message in messages if isinstance(message, Stalled)]
+
+
+def test_a_worker_that_has_evaluated_its_part_is_not_stalled(sync_workers: SyncWorkers) -> None:
+    """It waits for the others, however long they take; each of them reports progress of its own."""
+    assert sync_workers(evaluate_at_another_speed) == [(True, [])] * 2
+
+
 @pytest.mark.slow
 def test_dropout_and_batch_norm_learn(sync_workers: SyncWorkers) -> None:
     config = run_config("cnn", "adam", dropout=0.3, batch_norm=True)

@@ -139,8 +139,8 @@ class SyncLoop(Loop):
         for batch in self._evaluated_batches(split):
             sums += self._evaluate([tf.constant(leaf) for leaf in batch]).numpy()
             heartbeat.progress()
-        if self._splits.validation_stream:  # those of other workers may be longer; each reports its own progress
-            heartbeat.extend_deadline(heartbeat.START_SECS)
+        # Other workers may have more to evaluate, or be slower; each reports its own progress.
+        heartbeat.extend_deadline(heartbeat.START_SECS)
         total = self._workers.add_up(sums)
         heartbeat.extend_deadline(0.0)
         return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
