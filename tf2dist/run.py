@@ -110,7 +110,7 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         start = first_snapshot(config, checkpoints, to_launcher.warn)
         checkpoints.clean()  # removes what a killed run has left; the launcher makes sure that no other run is here
-        saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher)
+        saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher, progress=heartbeat.progress)
         reporter = Reporter(run_dir, task, to_launcher, context.started_at)
 
     # The servers of a cluster with a coordinator, which must listen before it can use them.

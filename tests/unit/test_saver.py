@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_saving import assert_same, fail, snapshot
+from tf2dist.checkpoint import store
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.store import Checkpoints, Saver
 from tf2dist.errors import TrainingError
@@ -105,6 +107,33 @@ def test_the_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> Non
         threading.Timer(0.2, disk.may_write.set).start()
     assert steps_on(disk) == [1, 2, 3], "the end of the run must wait"
     assert saver.saved_step == 3
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_wait_for_the_disk_is_progress_unless_it_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Whether the run goes on, is being stopped or tries again: the watchdog would take it for stalled."""
+    monkeypatch.setattr(store, "WAIT_SECS", 0.02)
+    noted, counts = list[None](), list[int]()
+
+    class Slow(Checkpoints):
+        def _write(self, path: Path, snapshot: Snapshot) -> None:
+            noted.clear()
+            ends_at = time.monotonic() + 0.4
+            while not hangs and time.monotonic() < ends_at:
+                pass
+            time.sleep(max(0.0, ends_at - time.monotonic()))
+            counts.append(len(noted))
+            super()._write(path, snapshot)
+
+    with Saver(Slow(tmp_path), None, NOBODY, progress=lambda: noted.append(None)) as saver:
+        saver.save(lambda: frozen(1))
+        saver.wait()
+        saver.save(lambda: frozen(2), stopping=True)
+        saver.retry(3, lambda: frozen(3))
+    assert len(counts) == 3
+    assert max(counts) <= 2 if hangs else min(counts) >= 4
 
 
 def test_the_training_goes_on_while_a_snapshot_is_fetched(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
@@ -199,6 +201,7 @@ def _discard(path: Path) -> None:
 
 
 RETRY_SECS = 30.0  # after a failed attempt to save
+WAIT_SECS = 1.0  # between two looks at the thread that writes
 
 
 class NoSaver:
@@ -251,6 +254,7 @@ class Saver(NoSaver):
     Args:
         every_secs: None for no saving by time.
         to_launcher: is told which steps have been saved, and which could not be.
+        progress: called again and again during a wait for a disk that is slow, but not for one that hangs.
     """
 
     def __init__(
@@ -259,11 +263,13 @@ class Saver(NoSaver):
         every_secs: float | None,
         to_launcher: ToLauncher,
         clock: Callable[[], float] = time.monotonic,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._checkpoints, self._to_launcher, self._clock = checkpoints, to_launcher, clock
+        self._checkpoints, self._to_launcher, self._clock, self._progress = checkpoints, to_launcher, clock, progress
         self._every_secs = math.inf if every_secs is None else every_secs
         self._due_at = clock() + self._every_secs
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._used_clock: int | None = None  # of the thread's processor time; None before its first work
         self._writing: Future[None] | None = None
         self._replaces = False  # whether a checkpoint of the step that comes next is to be replaced
 
@@ -275,16 +281,18 @@ class Saver(NoSaver):
         if replaces:  # until that is done, nothing is saved of this step
             self.saved_step, self._replaces = None, True
         # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
-        frozen = self._frozen(freeze, self._to_launcher.warn if stopping else None)
-        if frozen and stopping:
-            self._write(frozen, stopping, self._to_launcher.warn)
-        elif frozen:
-            self._writing = self._thread.submit(self._write, frozen, stopping, None)
+        notify_removed = self._to_launcher.warn if stopping else None
+        frozen = self._frozen(freeze, notify_removed)
+        if frozen:
+            self._writing = self._thread.submit(self._write, frozen, stopping, notify_removed)
+        if stopping:
+            self.wait()
 
     def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         self.wait()
         if self.saved_step != step and (frozen := self._frozen(freeze, self._to_launcher.warn)):
-            self._write(frozen, False, self._to_launcher.warn)
+            self._writing = self._thread.submit(self._write, frozen, False, self._to_launcher.warn)
+            self.wait()
 
     def _frozen(self, freeze: Callable[[], Frozen], notify_removed: Notify | None) -> Frozen | None:
         """The result of `freeze`, or None: large tables are frozen in files, for which there may be no room."""
@@ -301,11 +309,19 @@ class Saver(NoSaver):
         return read_arrays(self._checkpoints.path_of(step) / ARRAYS) if self.saved_step == step else None
 
     def wait(self) -> None:
-        if self._writing:
-            writing, self._writing = self._writing, None
-            writing.result()
+        if not self._writing:
+            return
+        writing, self._writing = self._writing, None
+        used_before = 0.0
+        while not futures.wait([writing], WAIT_SECS).done:
+            # A thread that waits for a disk that hangs uses no processor time; each piece that is written takes some.
+            if self._used_clock is not None and (used := time.clock_gettime(self._used_clock)) > used_before:
+                used_before = used
+                self._progress()
+        writing.result()
 
     def _write(self, frozen: Frozen, stopping: bool, notify_removed: Notify | None) -> None:
+        self._used_clock = time.pthread_getcpuclockid(threading.get_ident())
         snapshot = frozen()
         try:
             self._checkpoints.save(snapshot, notify_removed, self._replaces)
