@@ -1,6 +1,8 @@
 """The Keras model that a run writes, saved and loaded in one process; `e2e/test_finished` has real runs."""
 
+import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError, DataError
+from tf2dist.process import heartbeat
 from tf2dist.tools.finished import predict_command as predict
 from tf2dist.tools.finished.opening import data_of
 from tf2dist.tools.finished.predicting import read
@@ -117,6 +120,28 @@ def test_evaluated_weights_may_differ_from_those_of_the_checkpoint(tmp_path: Pat
     np.testing.assert_allclose(at_the_end, model.predict(EXAMPLES, verbose=0), rtol=1e-5)
     np.testing.assert_allclose(tf2dist.load_model(tmp_path, 7).predict(EXAMPLES, verbose=0), before, rtol=1e-5)
     assert not np.allclose(at_the_end, before)
+
+
+def test_a_wait_for_the_disk_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the call in which Keras writes the weights nor in the one that flushes the file to the disk."""
+    monkeypatch.setattr(heartbeat, "_watchdog_secs", 1.0)
+    monkeypatch.setattr(heartbeat, "_deadline", 0.0)
+    left: list[float] = []
+
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            left.append(heartbeat._deadline - time.monotonic())
+            heartbeat.progress()
+            return call(*args, **options)
+
+        return noted
+
+    model = trained(nameless)
+    monkeypatch.setattr(keras.saving, "save_model", noting(keras.saving.save_model))
+    describe(tmp_path, model, lambda: nameless().optimizer, pytest.fail)
+    monkeypatch.setattr(finished_model.os, "fsync", noting(os.fsync))
+    write_model(tmp_path, model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, pytest.fail)
+    assert min(left[:2]) > heartbeat.START_SECS / 2
 
 
 def test_a_learning_rate_that_a_callback_has_changed(tmp_path: Path) -> None:

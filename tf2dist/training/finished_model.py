@@ -26,6 +26,7 @@ from tf2dist.files import write_whole
 from tf2dist.linux import free_memory
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.saved import WEIGHTS
+from tf2dist.process import heartbeat
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables, large_table_of, put
 from tf2dist.tf_internals import (
     counters_of,
@@ -92,6 +93,7 @@ def write_model(
         if lack := lack_of_memory([array.nbytes for name, array in arrays.items() if name not in in_files]):
             warn(f"{MODEL_FILE} was not written: it {lack}; the checkpoints have the model, for load_model")
             return
+        heartbeat.progress(heartbeat.START_SECS)  # Keras writes all weights in one call
         # On the CPU: beside the model of the run a second one with its optimizer may not fit on a GPU.
         tables = Tables(folder / "tables")
         with tf.device("CPU:0"), tables.in_use():
@@ -141,7 +143,9 @@ def _zip(saved: Path, run_dir: Path) -> None:
             entry = zipfile.ZipInfo.from_file(part, part.relative_to(saved))
             # `archive.write` would copy 8 KB at a time, which takes twice the processor time.
             with open(part, "rb") as source, archive.open(entry, "w") as target:
-                shutil.copyfileobj(source, target, COPIED_BYTES)
+                while piece := source.read(COPIED_BYTES):
+                    target.write(piece)
+                    heartbeat.progress(heartbeat.START_SECS)  # the next call may be the one that waits for the disk
             part.unlink()  # what the kernel has not written of it yet does not go to the disk
     # On disk before it gets its name: after a power failure the name must not lead to an empty file.
     with open(path, "rb") as file:
