@@ -101,11 +101,14 @@ def test_evaluation_counts_every_example_once(on_three: Callable[[str, str], lis
     assert results[0]["evaluation"] == results[1]["evaluation"] == results[2]["evaluation"]
 
 
-def evaluate_at_another_speed(worker: SyncWorker) -> tuple[bool, list[Any]]:
+def evaluate_at_another_speed(worker: SyncWorker) -> dict[str, Any]:
     import time
 
-    from tf2dist.messages import Stalled, ToLauncher
+    from tf2dist.checkpoint.store import NoSaver
+    from tf2dist.messages import Silence, Stalled, ToLauncher
     from tf2dist.process import heartbeat
+    from tf2dist.training.driver import Driver, Steps
+    from tf2dist.training.report import NoReporter
 
     messages: list[Any] = []
     loop = sync_loop(worker, run_config())
@@ -123,12 +126,23 @@ def evaluate_at_another_speed(worker: SyncWorker) -> tuple[bool, list[Any]]:
     heartbeat.progress()  # the start is over
     began_at = time.monotonic()
     loop.evaluate("test")
-    return time.monotonic() - began_at > 1.5, [message for message in messages if isinstance(message, Stalled)]
+    secs = time.monotonic() - began_at
+    Driver(loop, NoSaver(), NoReporter(), [], Steps, lambda: None).save()
+    allowance_secs = heartbeat._deadline - time.monotonic()
+    loop.finish(None)
+    silences = [message.secs for message in messages if isinstance(message, Silence)]
+    return {
+        "has waited": secs > 1.5,
+        "stalled": [message for message in messages if isinstance(message, Stalled)],
+        "waits for a checkpoint": worker.index == 0 or allowance_secs > heartbeat.START_SECS / 2,
+        "waits for a large model": len(silences) == 2 and silences[0] > 3600,
+    }
 
 
-def test_a_worker_that_has_evaluated_its_part_is_not_stalled(sync_workers: SyncWorkers) -> None:
-    """It waits for the others, however long they take; each of them reports progress of its own."""
-    assert sync_workers(evaluate_at_another_speed) == [(True, [])] * 2
+def test_a_worker_that_has_done_its_part_is_not_stalled(sync_workers: SyncWorkers) -> None:
+    """It waits for the others, however long they evaluate, or worker 0 writes; each reports progress of its own."""
+    expected = {"has waited": True, "stalled": [], "waits for a checkpoint": True, "waits for a large model": True}
+    assert sync_workers(evaluate_at_another_speed) == [expected] * 2
 
 
 @pytest.mark.slow

@@ -134,7 +134,8 @@ class Driver:
         """Saves the run as it is now."""
         self._saver.save(self._freeze, replaces=self.has_changed)
         self.saved_at, self.has_changed = self.loop.progress.global_step, False
-        heartbeat.progress()
+        # The leader may have to wait until an earlier checkpoint is written, and the others wait for it in a step.
+        heartbeat.progress(0.0 if self.loop.leads else heartbeat.START_SECS)
 
     def _stop_if(self, requested: PauseRequest) -> None:
         if PauseRequest.STOP in requested:

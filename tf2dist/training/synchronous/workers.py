@@ -91,7 +91,7 @@ def has_nccl() -> bool:
     return True
 
 
-FINISH_TIMEOUT_SECS = 60.0
+FINISH_TIMEOUT_SECS = 7 * 86400.0  # worker 0 may have much to write before; if it hangs, its launcher ends it
 PIECE_BYTES = 1 << 20  # of an array that is sent; with four times as much the memory for copies doubles
 
 
