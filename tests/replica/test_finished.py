@@ -139,7 +139,7 @@ def test_a_wait_for_the_disk_is_no_stall(tmp_path: Path, monkeypatch: pytest.Mon
     model = trained(nameless)
     monkeypatch.setattr(keras.saving, "save_model", noting(keras.saving.save_model))
     describe(tmp_path, model, lambda: nameless().optimizer, pytest.fail)
-    monkeypatch.setattr(finished_model.os, "fsync", noting(os.fsync))
+    monkeypatch.setattr(os, "fsync", noting(os.fsync))
     write_model(tmp_path, model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, pytest.fail)
     assert min(left[:2]) > heartbeat.START_SECS / 2
 
