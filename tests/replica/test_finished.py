@@ -11,16 +11,20 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf2dist
 from tests.unit.test_saving import facts
-from tf2dist import evaluate
+from tf2dist import evaluate, registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import named_variables, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
+from tf2dist.data.arrays import Arrays
+from tf2dist.data.splits import Splits
 from tf2dist.errors import CheckpointError, ConfigError, DataError
 from tf2dist.process import heartbeat
+from tf2dist.tools.finished import opening
 from tf2dist.tools.finished import predict_command as predict
 from tf2dist.tools.finished.opening import data_of
 from tf2dist.tools.finished.predicting import read
@@ -204,6 +208,42 @@ def test_options_of_the_data_apply_to_those_of_the_run(tmp_path: Path) -> None:
     assert (name, len(splits.validation or ())) == ("digits", 50), "the run's own number"
     with pytest.raises(ConfigError, match=r"data\.size: is not an option of data=digits"):
         data_of(replace(line, data=["+data.size=3"]))
+
+
+class OfWords(keras.Model):  # type: ignore[misc]
+    """A subclass of keras.Model, which has no `output_shape`."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.words = keras.layers.StringLookup(vocabulary=["good", "bad"], output_mode="one_hot")
+        self.outputs_of = keras.layers.Dense(2, "softmax")
+
+    def call(self, inputs: Any) -> Any:
+        return self.outputs_of(self.words(inputs))
+
+
+def test_the_commands_take_text_and_a_model_without_an_output_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, labels = np.array([["good"], ["bad"]] * 5), np.array([0, 1] * 5)
+
+    def build() -> keras.Model:
+        model = OfWords()
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    split = Arrays(words, labels)
+    monkeypatch.setitem(registry.DATA, "words", lambda config: Splits(split, split, split))
+    monkeypatch.setattr(opening, "code_of", lambda plugins: {"OfWords": OfWords})
+    model = build()
+    model.fit(tf.constant(words), labels, verbose=0)
+    leave(tmp_path, model, build)
+    (tmp_path / "config.yaml").write_text(RunConfig(data=DataConfig(name="words")).to_yaml())
+    evaluate.run([str(tmp_path)])
+    assert "10 examples of words, test" in capsys.readouterr().out
+    predict.run([str(tmp_path)])
+    accuracy = model.evaluate(tf.constant(words), labels, verbose=0)[1]
+    assert f"accuracy {accuracy:.4f} over 10 examples" in capsys.readouterr().out
 
 
 def test_refusals_name_the_folder_the_file_or_the_steps(tmp_path: Path) -> None:

@@ -89,6 +89,13 @@ def encoded(texts: np.ndarray, error: TfDistError) -> np.ndarray:
     return np.array(words, np.bytes_).reshape(texts.shape)
 
 
+def as_keras_takes(tree: Tree) -> Tree:
+    """The tree with its strings as tensors: Keras takes no bytes of numpy."""
+    return keras.tree.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if leaf is not None and leaf.dtype.kind == "S" else leaf, tree
+    )
+
+
 @dataclass(frozen=True)
 class Arrays:
     """Examples as `keras.Model.fit` takes them: trees (dicts, lists, tuples) of arrays [n, ...], or one array each.

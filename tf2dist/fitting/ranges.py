@@ -20,8 +20,8 @@ from zipfile import BadZipFile
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from tf2dist.data.arrays import as_keras_takes
 from tf2dist.errors import ConfigError, TrainingError
 from tf2dist.files import raising
 from tf2dist.launch.run_dir import RANGES
@@ -193,13 +193,7 @@ def predict_ranges(context: TaskContext) -> None:
 def predict_part(model: keras.Model, x: Any, batch_size: int, callback: keras.callbacks.Callback) -> Any:
     """The outputs for some examples, all of them: a limit of Keras is that of the whole prediction."""
     getattr(keras.config, "set_max_steps_per_epoch", lambda _: None)(None)  # which not every version has
-    leaves = keras.tree.map_structure(as_keras_takes, x)
-    return model.predict(leaves, batch_size, verbose=0, callbacks=[callback])
-
-
-def as_keras_takes(leaf: np.ndarray | None) -> Any:
-    """The array, or a tensor of its strings: Keras takes no bytes of numpy."""
-    return tf.convert_to_tensor(leaf) if leaf is not None and leaf.dtype.kind == "S" else leaf
+    return model.predict(as_keras_takes(x), batch_size, verbose=0, callbacks=[callback])
 
 
 def rows_of(outputs: Any, num_examples: int, name: str) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.data.arrays import Arrays
+from tf2dist.data.arrays import Arrays, as_keras_takes
 from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
 from tf2dist.files import path_of, raising
 from tf2dist.launch.console import show_lines
@@ -37,17 +37,17 @@ class Classifier:
         self._of_logits, self._of_two = of_logits, of_two
 
     @classmethod
-    def of(cls, model: keras.Model) -> "Classifier | None":
-        """The classifier that a compiled model is; None if it is no classifier."""
+    def of(cls, model: keras.Model, outputs: Any) -> "Classifier | None":
+        """The classifier that a compiled model with these outputs is; None if it is no classifier."""
         loss = keras.losses.get(model.loss) if isinstance(model.loss, str) else model.loss
-        shape = model.output_shape
-        if not callable(loss) or not isinstance(shape, tuple) or len(shape) != 2:
+        # By the outputs: a subclass of keras.Model has no `output_shape`.
+        if not callable(loss) or not isinstance(outputs, np.ndarray) or outputs.ndim != 2:
             return None
         name = getattr(loss, "__name__", type(loss).__name__).replace("_", "").lower()
         # Only a loss object can have from_logits=True; a function by its name takes probabilities.
         settings: dict[str, Any] = loss.get_config() if isinstance(loss, keras.losses.Loss) else {}
-        of_two = name in TWO and shape[1] == 1
-        if of_two or (name in MANY and shape[1] > 1):
+        of_two = name in TWO and outputs.shape[1] == 1
+        if of_two or (name in MANY and outputs.shape[1] > 1):
             return cls(bool(settings.get("from_logits", False)), of_two)
         return None
 
@@ -85,8 +85,9 @@ def evaluate(line: CommandLine) -> None:
 def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
     """The loss and the metrics by name, the loss first; a `test_step` of the model's own may return no loss."""
     with _fitting(f"data ({name})", "choose another one with data=NAME"):
+        x, y, sample_weight = as_keras_takes((arrays.x, arrays.y, arrays.sample_weight))
         metrics: dict[str, float] = model.evaluate(
-            arrays.x, arrays.y, BATCH_SIZE, verbose=0, sample_weight=arrays.sample_weight, return_dict=True
+            x, y, BATCH_SIZE, verbose=0, sample_weight=sample_weight, return_dict=True
         )
     return dict(sorted(metrics.items(), key=lambda item: item[0] != "loss"))
 
@@ -94,21 +95,24 @@ def _results(model: keras.Model, name: str, arrays: Arrays) -> dict[str, float]:
 def print_predictions(line: CommandLine) -> None:
     """Prints the predictions; those of the test set are drawn, too."""
     model = model_of(line)
-    classifier = Classifier.of(model)
     # File by file, so that many large ones need not fit into memory, and lines come before a later file fails.
     if line.operands:
         for operand in line.operands:
             path = path_of("FILE", operand)
             examples, names = read(path, model)
-            _print(classifier, _outputs(model, examples, str(path)), names)
+            outputs = _outputs(model, examples, str(path))
+            _print(Classifier.of(model, outputs), outputs, names)
         return
     name, splits = data_of(line)
     test = split_of(name, splits, "test")
     outputs = _outputs(model, test.x, f"data ({name})")
+    classifier = Classifier.of(model, outputs)
     if classifier is None:
         _print(None, outputs, [f"{name}[{number}]" for number in range(len(test))])
         columns = [test.x, test.y, outputs]
-        if all(isinstance(column, np.ndarray) and column.size == len(test) for column in columns):
+        # Text has no place on an axis.
+        are_arrays = all(isinstance(column, np.ndarray) and column.dtype.kind != "S" for column in columns)
+        if are_arrays and all(column.size == len(test) for column in columns):
             from tf2dist.tools.finished import pictures  # imports matplotlib, which `evaluate` does not need
 
             x, y, predicted = map(np.ravel, columns)
@@ -121,7 +125,7 @@ def print_predictions(line: CommandLine) -> None:
 def _outputs(model: keras.Model, x: Any, source: str) -> Any:
     """The model's outputs, in the structure in which it returns them."""
     with _fitting(source, "give data like those that this run was trained on"):
-        return model.predict(x, BATCH_SIZE, verbose=0)
+        return model.predict(as_keras_takes(x), BATCH_SIZE, verbose=0)
 
 
 @contextlib.contextmanager
