@@ -147,7 +147,9 @@ def scaled() -> Linear:
 # By a part of the message: what makes the model.
 REFUSED: dict[str, Callable[[], keras.Model]] = {
     "is not compiled; call its compile": not_compiled,
-    "has a make_train_function of its own, which is not called": lambda: linear(make_train_function=untestable),
+    "has a method make_train_function of its own, .* train_step": lambda: linear(make_train_function=untestable),
+    "has a method fit of its own, .* in a train_step": lambda: linear(fit=untestable),
+    "has a method evaluate of its own, .* in a test_step": lambda: linear(evaluate=untestable),
     "run_eagerly=True, but the tasks compile": eager,
     "its train_step applies no optimizer of the model": lambda: linear(train_step=Linear.test_step),
     "its train_step applies .* with use_ema, and keras.Model.fit finishes": lambda: linear(train_step=averaging),

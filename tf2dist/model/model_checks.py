@@ -20,8 +20,13 @@ from tf2dist.model.step import Step, is_own
 from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
-# Methods of a model by which only `keras.Model.fit` makes its steps.
-NOT_CALLED = ("make_train_function", "make_test_function")
+# Methods of a model by which only Keras trains and validates, each with where its work belongs.
+NOT_CALLED = {
+    "make_train_function": "write a train_step",
+    "make_test_function": "write a test_step",
+    "fit": "do what it does to the data before, and the rest in a train_step",
+    "evaluate": "do what it does to the data before, and the rest in a test_step",
+}
 # Types of TensorFlow's operations, by which the graph of a model shows what its outputs are.
 PROBABILITIES = ("Softmax", "Sigmoid")
 KEEP_VALUES = ("Identity", "Cast", "Reshape", "Squeeze", "StopGradient", "EnsureShape")
@@ -56,7 +61,7 @@ def check_model(model: Any) -> None:
     if has_own_step(model) and not model.compiled:
         raise ConfigError("has a step of its own, and is not compiled; call its compile")
     if own := [method for method in NOT_CALLED if is_own(model, method)]:
-        raise ConfigError(f"has a {own[0]} of its own, which is not called here; write a train_step or a test_step")
+        raise ConfigError(f"has a method {own[0]} of its own, which is not called here; {NOT_CALLED[own[0]]}")
 
 
 def check_inputs(model: keras.Model, layout: Layout) -> None:
