@@ -390,6 +390,7 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
         (keras.callbacks.TerminateOnNaN, False),
         (lambda: keras.callbacks.TensorBoard("board"), False),
         (lambda: keras.callbacks.TensorBoard("board", update_freq=10), True),
+        (lambda: keras.callbacks.TensorBoard("board", write_steps_per_second=True), True),
         (lambda: keras.callbacks.ModelCheckpoint("{epoch}.keras"), False),
         (lambda: keras.callbacks.ModelCheckpoint("{epoch}.keras", save_freq=10), True),
         (lambda: keras.callbacks.LambdaCallback(on_train_batch_begin=print), True),

@@ -185,6 +185,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "on_test_batch_end, which would not be called, since all workers validate at once; use on_test_begin and",
     ),
     "a backup": ({"callbacks": [calls.BackupAndRestore("b")]}, "BackupAndRestore is not needed; give run_dir"),
+    "a profile": (
+        {"callbacks": [calls.TensorBoard("board", profile_batch=(2, 3))]},
+        "TensorBoard has a profile_batch, which would profile this process, but others train; leave it out, and give",
+    ),
     "swapping": ({"callbacks": [calls.SwapEMAWeights()]}, "leave it out: with use_ema=True"),
     "swapping in sync": ({"callbacks": [calls.SwapEMAWeights()], "mode": "sync"}, "leave it out"),
     "no model": ({"model": 5}, "model: is an int; give a compiled keras.Model, or a function"),

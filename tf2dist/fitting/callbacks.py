@@ -404,7 +404,7 @@ class Callbacks:
 def _wants_batches(callback: keras.callbacks.Callback) -> bool:
     """Whether what a callback does depends on how often its batch hooks are called."""
     if type(callback) is keras.callbacks.TensorBoard:
-        return bool(callback.update_freq != "epoch")
+        return bool(callback.update_freq != "epoch" or callback.write_steps_per_second)
     if type(callback) is keras.callbacks.LambdaCallback:
         return has_hook(callback, BATCH_HOOKS)
     return "pause" in calls_with_weights([callback])

@@ -13,6 +13,7 @@ from tf2dist.config.schema import MODES
 from tf2dist.errors import FitError, kind_of
 from tf2dist.linux import free_memory
 from tf2dist.model import support
+from tf2dist.tf_internals import profiles
 
 # What the function of `data=load` does instead of these arguments.
 ALTERNATIVES = {
@@ -132,6 +133,11 @@ def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
             raise FitError(
                 "callbacks: SwapEMAWeights swaps the weights for a validation, but the cluster validates with its own; "
                 "leave it out: with use_ema=True in the optimizer the finished model has the averages"
+            )
+        if isinstance(callback, keras.callbacks.TensorBoard) and profiles(callback):
+            raise FitError(
+                f"callbacks: {kind_of(callback)} has a profile_batch, which would profile this process, but others "
+                "train; leave it out, and give options={'profile': True}"
             )
         if user_hooks := [name for name in BATCH_HOOKS_OF_TEST if is_own_hook(callback, name)]:
             raise FitError(

@@ -34,6 +34,7 @@ from tf2dist.tf_internals.keras import (
     output_trackers_of,
     own_layers_of_keras,
     place_of,
+    profiles,
     scale_learning_rate,
     seed_of,
     seeds_of,

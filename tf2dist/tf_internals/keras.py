@@ -389,6 +389,11 @@ def mask_of(output: Any) -> Any:
     return getattr(output, "_keras_mask", None)
 
 
+def profiles(callback: keras.callbacks.TensorBoard) -> bool:
+    """Whether a callback records a profile of some batches."""
+    return bool(attribute(keras, callback, "_should_trace", bool))
+
+
 @contextlib.contextmanager
 def fresh_names() -> Iterator[None]:
     """Names layers and models made in the block as a new process would: "dense", "dense_1" and so on."""
