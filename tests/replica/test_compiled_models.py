@@ -377,16 +377,28 @@ def sums_in_training() -> keras.Model:
     return compiled(SumsInTraining(images, dense()(images)), mean_of_all)
 
 
+def of_each_example(y: Any, y_pred: Any) -> Any:
+    return keras.ops.sum(keras.ops.square(y_pred), -1)
+
+
+def others_as_negatives(y: Any, y_pred: Any) -> Any:
+    """A number for each example, which depends on the others."""
+    labels, logits = keras.ops.arange(keras.ops.shape(y_pred)[0]), y_pred @ keras.ops.transpose(y_pred)
+    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+
 SCALARS = {
     "a mean": ("", lambda: compiled(dense(), mean_of_all)),
     "an own sum in training alone": (IS_SUM, sums_in_training),
     "a sum": (IS_SUM, lambda: compiled(dense(), squared_sum)),
+    "negatives in the batch": (NOTED, lambda: compiled(dense(), others_as_negatives)),
+    "an own mean": ("", lambda: compiled(dense(), of_each_example)),
     "dice": (NOTED, lambda: compiled(dense(1), keras.losses.Dice(axis=None))),
 }
 
 
 @pytest.mark.parametrize("name", SCALARS)
-def test_losses_that_are_one_number_for_a_batch(name: str) -> None:
+def test_losses_that_may_depend_on_the_whole_batch(name: str) -> None:
     says, make = SCALARS[name]
     step, _ = built(make)
     splits = data.Splits(load_digits(run_config().data).train)
@@ -437,9 +449,18 @@ def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
         assert found[name] == pytest.approx(value, rel=1e-4), name
 
 
-def test_an_own_loss_is_evaluated_in_the_batches_of_keras() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        own_loss,
+        lambda: compiled(dense(), others_as_negatives),
+        lambda: compiled(dense(), keras.losses.Circle()),
+        lambda: compiled(dense(), CROSSENTROPY(), metrics=[others_as_negatives]),
+    ],
+)
+def test_an_own_loss_is_evaluated_in_the_batches_of_keras(make: Callable[[], keras.Model]) -> None:
     """It need not be a mean over the examples."""
-    step, _ = built(own_loss)
+    step, _ = built(make)
     assert chunk_size(32, step, EpochPlan()) == 32
     assert chunk_size(32, built(lambda: compiled(dense(), CROSSENTROPY()))[0], EpochPlan()) > 32
 

@@ -196,6 +196,11 @@ def largest_output(y: Any, y_pred: Any) -> Any:
     return keras.ops.max(keras.ops.abs(y_pred))
 
 
+def less_the_mean(y: Any, y_pred: Any) -> Any:
+    """A number for each example, which depends on the others."""
+    return keras.ops.mean(keras.ops.square(y_pred - keras.ops.mean(y_pred, 0)), -1)
+
+
 class Tracking(keras.Model):  # type: ignore[misc]
     """The example in Keras's `Model.compute_loss`: its metrics are the tracker alone."""
 
@@ -236,7 +241,11 @@ def test_a_metric_that_is_one_number_for_a_batch_is_evaluated_in_the_batches_of_
 
 def test_a_metric_that_is_one_number_for_a_batch_is_noted_where_workers_have_parts() -> None:
     splits = Splits(load_digits(run_config().data).train)
-    for metrics, noted in (([largest_output, "mae"], "largest_output: the number"), ([mean_of_all, "mae"], "")):
+    for metrics, noted in (
+        ([largest_output, "mae"], "largest_output: the number"),
+        ([less_the_mean, "mae"], "less_the_mean: the number"),
+        ([mean_of_all, "mae"], ""),
+    ):
         step, _ = built(functools.partial(compiled_with, dense(1), "mse", metrics=metrics))
         assert step.depends_on_batches
         note = model_checks.check_batches("given", step, splits)

@@ -18,7 +18,7 @@ from tf2dist.model.batch_attention import noting
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.recurrence import reached_from, recurrence_of
 from tf2dist.model.step import Step, step_place
-from tf2dist.tf_internals import layers_of
+from tf2dist.tf_internals import layers_of, may_mix_examples
 
 SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
 TOLERANCE = 1e-3  # relative
@@ -68,15 +68,21 @@ def loss_dependence(step: Step, splits: Splits, gathers: bool) -> Dependence:
 
 def metrics_apart(step: CompiledStep, splits: Splits) -> list[str]:
     """The names of the metrics that give another number for a batch than the mean of what its parts give."""
-    variables, metrics = step.metrics.variables, step.forward_trace.batch_metrics
+    variables, of_batches = step.metrics.variables, step.forward_trace.batch_metrics
+    of_examples = {id(v) for m in step.single_metrics if m not in of_batches for v in m.variables}
+    metrics = [m for m in step.single_metrics if m in of_batches or may_mix_examples(m)]
     sizes = [int(np.prod(variable.shape)) for variable in variables]
     parts = metrics and _on_trial(
         lambda leaves: tf.split(step.evaluate(*step.values(), leaves)[1:], sizes), step, splits
     )
     if not parts:
         return []
-    found = [_dependence(first, second, whole, whole) for first, second, whole in zip(*parts, strict=True)]
-    apart = {id(v) for v, one in zip(variables, found, strict=True) if one is not Dependence.MEAN}
+    # A metric adds a number for a batch, or one for each example.
+    apart = {
+        id(v)
+        for v, first, second, whole in zip(variables, *parts, strict=True)
+        if not _is_near(whole, first + second if id(v) in of_examples else _mean(first, second))
+    }
     return [metric.name for metric in metrics if apart.intersection(map(id, metric.variables))]
 
 

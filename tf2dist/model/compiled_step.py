@@ -15,7 +15,7 @@ from tf2dist.model.scopes import CallScope, inlining, is_zero, recording
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Mapping, Step, StepOutput, is_own, without_padding
 from tf2dist.model.tables import LookupScope, TableLookups
-from tf2dist.tf_internals import build_metrics, compute_loss, losses_of, mask_of
+from tf2dist.tf_internals import build_metrics, compute_loss, losses_of, mask_of, may_mix_examples
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
 WEIGHTED_MEAN = "mean_with_sample_weight"  # that of a mean which is divided by the weights of the examples
@@ -107,6 +107,7 @@ class CompiledStep(Step):
         losses, trace = self.losses, self.forward_trace
         are_means = len(losses) <= 1 and all(getattr(loss, "reduction", "") in MEANS for loss in losses)
         takes_batches = trace.has_scalar_loss or trace.penalizes_batch or bool(trace.batch_metrics)
+        takes_batches = takes_batches or any(map(may_mix_examples, [*losses, *self.single_metrics]))
         return self.has_own_loss or takes_batches or trace.is_masked or not are_means
 
     @property
@@ -119,10 +120,13 @@ class CompiledStep(Step):
 
     def _unproven(self, parts: list[Any]) -> list[Any]:
         """The losses and penalties that may be no means over the batch."""
-        if self.forward_trace.has_scalar_loss or self.has_own_loss:
+        losses, trace = self.losses, self.forward_trace
+        # What is divided by more than the number of examples is no mean over them either, and is weighted.
+        are_means = not trace.divides_by_parts and all(getattr(loss, "reduction", "") in MEANS for loss in losses)
+        may_mix = are_means and any(map(may_mix_examples, losses))
+        if trace.has_scalar_loss or self.has_own_loss or may_mix:
             return parts
-        # What the losses of a compiled model give for each example has a mean over the batch.
-        return parts[1:] if self.forward_trace.penalizes_batch else []
+        return parts[1:] if trace.penalizes_batch else []
 
     def _weighs_losses(self, reductions: list[Any]) -> bool:
         """Whether the total is divided by the weights of all workers; see `Step`.

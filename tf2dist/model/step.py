@@ -216,6 +216,11 @@ class Step(abc.ABC):
         }
         return {name: values[id(v)] for name, v in generators(self.model).items()}
 
+    @property
+    def single_metrics(self) -> list[keras.metrics.Metric]:
+        """The metrics of the model; Keras keeps those that it was compiled with as one."""
+        return [single for metric in self.model.metrics for single in getattr(metric, "metrics", [metric])]
+
     def metrics_of_batches(
         self, scope: CallScope, mapping: Mapping, leaves: list[tf.Tensor]
     ) -> list[keras.metrics.Metric]:
@@ -225,11 +230,11 @@ class Step(abc.ABC):
             scope, mapping: of a call that is traced, on these leaves.
         """
         reached = reached_from(*leaves)
-        # Those that a model is compiled with are one.
-        metrics = (single for metric in self.model.metrics for single in getattr(metric, "metrics", [metric]))
         # They count a batch as 1, and others its examples.
         return [
-            m for m in metrics if any(new.name not in reached for _, new, _ in changes(scope, mapping, m.variables))
+            m
+            for m in self.single_metrics
+            if any(new.name not in reached for _, new, _ in changes(scope, mapping, m.variables))
         ]
 
     @property

@@ -28,6 +28,7 @@ from tf2dist.tf_internals.keras import (
     loss_tracker_of,
     losses_of,
     mask_of,
+    may_mix_examples,
     momentums,
     name_of,
     new_variable,

@@ -20,6 +20,8 @@ UNNAMED = re.compile(r"^variable_\d+$")
 GLOBAL_STATE = "keras.src.backend.common.global_state"
 NAME_COUNTS = "object_name_uids"
 SAVING = "keras.src.saving.saving_lib"
+# Losses of Keras that compare the examples of a batch, or may sum over them.
+MIXING = ("circle_loss", "dice", "tversky")
 # The functions that divide a loss by the number of replicas and multiply it again.
 LOSS = "keras.src.losses.loss"
 SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
@@ -368,6 +370,15 @@ def output_trackers_of(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics that average the loss of each output; empty for one output. The metrics must have been built."""
     compiled = attribute(keras, model, "_compile_loss", keras.losses.Loss | None)
     return [] if compiled is None else list(attribute(keras, compiled, "metrics", list))
+
+
+def may_mix_examples(one: keras.losses.Loss | keras.metrics.Metric) -> bool:
+    """Whether the value for an example may depend on the others of its batch: that of all but most of Keras's own."""
+    function = getattr(one, "fn", type(one))  # of a loss that was given as a function
+    if isinstance(one, keras.metrics.MeanMetricWrapper):
+        function = attribute(keras, one, "_fn", Callable)
+    is_of_keras = all(str(code.__module__).startswith("keras.") for code in (type(one), function))
+    return not is_of_keras or getattr(function, "__name__", "") in MIXING
 
 
 def leave_losses_unscaled() -> None:
