@@ -108,8 +108,8 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
     saver, reporter = NoSaver(), NoReporter()
     if task == cluster.leader:
         checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        checkpoints.clean()  # of what a killed run has left; the launcher makes sure that no other run is here
         start = first_snapshot(config, checkpoints, to_launcher.warn)
-        checkpoints.clean()  # removes what a killed run has left; the launcher makes sure that no other run is here
         saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher, progress=heartbeat.progress)
         reporter = Reporter(run_dir, task, to_launcher, context.started_at)
 

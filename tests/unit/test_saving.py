@@ -1,17 +1,21 @@
 """Checkpoints are complete or invisible, verified before they are used, and reported if they are damaged."""
 
+import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tf2dist.checkpoint import store
 from tf2dist.checkpoint.snapshot import (
     ARRAYS,
     MANIFEST,
@@ -314,6 +318,40 @@ def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     before = checkpoints.save(snapshot(3)).stat().st_ino
     assert checkpoints.save(snapshot(3)).stat().st_ino == before
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing of the process happens after it."""
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+@pytest.mark.parametrize("ends_by", [Killed(), OSError(errno.EIO, "Input/output error")])
+def test_a_checkpoint_is_not_lost_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int, ends_by: BaseException
+) -> None:
+    """It is one of the two, whichever rename is the last one that the process has made."""
+    Checkpoints(tmp_path).save(snapshot(2))
+    newer = replace(snapshot(2), arrays=snapshot(2).arrays | {"totals": np.arange(5)})
+    rename, calls = Path.rename, count()
+
+    def failing(path: Path, target: Path) -> Path:
+        if next(calls) == renames:
+            raise ends_by
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", failing)
+        if isinstance(ends_by, Killed):
+            patched.setattr(store, "_discard", lambda path: None)
+        with contextlib.suppress(Killed, OSError):
+            Checkpoints(tmp_path).save(newer, replaces=True)
+    again = Checkpoints(tmp_path)
+    if isinstance(ends_by, Killed):
+        again.clean()
+    assert_same(again.newest(fail), newer if renames == 2 else snapshot(2))
+    again.save(newer, replaces=True)
+    assert_same(again.newest(fail), newer)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000002"]
 
 
 def test_a_later_process_does_not_count_damaged_checkpoints(tmp_path: Path) -> None:

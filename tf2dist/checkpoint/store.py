@@ -38,6 +38,7 @@ from tf2dist.files import raising
 from tf2dist.messages import Saved, ToLauncher
 
 TEMPORARY = ".part-"
+REPLACED = ".replaced-"  # before the name of a checkpoint while another one takes its place
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk itself, or this user's quota
 Notify = Callable[[str], None]
 T = TypeVar("T")
@@ -101,13 +102,19 @@ class Checkpoints:
             part.mkdir(mode=0o700)
             write(part, snapshot)
             # Another one is damaged, and the run went back and has come to this step again, or it is to be replaced.
-            aside = self._aside(path)
+            replaced = path.with_name(f"{REPLACED}{path.name}")
             if os.path.lexists(path):
-                path.rename(aside)
+                _discard(replaced)
+                path.rename(replaced)
             # The rename is atomic, and comes after the files are on the disk: nobody ever sees a part of them.
-            part.rename(path)
+            try:
+                part.rename(path)
+            except OSError:
+                with contextlib.suppress(OSError):  # then `clean` does it when the run is started again
+                    _put_back(replaced)
+                raise
             flush(self.folder)
-            _discard(aside)
+            _discard(replaced)
         finally:
             _discard(part)
 
@@ -152,10 +159,20 @@ class Checkpoints:
         return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
 
     def clean(self) -> None:
-        """Removes what a killed process has left; must be called while nobody else saves here."""
-        if self.folder.is_dir():
-            for path in self.folder.glob(f"{TEMPORARY}*"):
-                _discard(path)
+        """Removes what a killed process has left, and puts back what it had not yet replaced.
+
+        Must be called before `newest`, and while nobody else saves here.
+        """
+        with self._reading():
+            if self.folder.is_dir():
+                for path in self.folder.glob(f"{REPLACED}*"):
+                    _put_back(path)
+                    _discard(path)
+                for path in self.folder.glob(f"{TEMPORARY}*"):
+                    _discard(path)
+
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        return raising(f"{self.folder}: cannot be read", "name another run_dir", CheckpointError)
 
     def newest(self, notify: Notify) -> Snapshot | None:
         """The newest whole checkpoint, or None if there are no checkpoints at all.
@@ -164,7 +181,7 @@ class Checkpoints:
             notify: takes a line about every damaged one.
         """
         damaged = []
-        with raising(f"{self.folder}: cannot be read", "name another run_dir", CheckpointError):
+        with self._reading():
             paths = self.paths()
         for path in reversed(paths):
             # Read again even if it was whole before: another process may have changed it since.
@@ -188,6 +205,13 @@ class Checkpoints:
 def step_of(path: Path) -> int:
     """The step of a checkpoint, as its name says."""
     return int(path.name.removeprefix("step-"))
+
+
+def _put_back(replaced: Path) -> None:
+    """Gives a checkpoint its name back, unless another one has taken its place."""
+    path = replaced.with_name(replaced.name.removeprefix(REPLACED))
+    if os.path.lexists(replaced) and not os.path.lexists(path):
+        replaced.rename(path)
 
 
 def _discard(path: Path) -> None:
