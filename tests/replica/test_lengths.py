@@ -1,15 +1,23 @@
 """The length of a run: where its driver stops, and what ends a training before its last step."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.replica.small_runs import run_config
+from tests.unit.test_saver import Disk
+from tests.unit.test_saving import snapshot
+from tf2dist.checkpoint.snapshot import Frozen
+from tf2dist.checkpoint.store import Saver
 from tf2dist.config.schema import TrainConfig
 from tf2dist.errors import ConfigError
+from tf2dist.messages import ToLauncher
 from tf2dist.model.evaluation import Evaluation
-from tf2dist.training.driver import Steps, StopCondition
+from tf2dist.training.driver import Driver, Steps, StopCondition
+from tf2dist.training.report import NoReporter
 
 
 def evaluation(accuracy: float) -> Evaluation:
@@ -70,3 +78,33 @@ def test_steps_end_where_their_driver_ends_them() -> None:
     length = Steps(driver)
     driver.loop.target_step = 60
     assert [length.next_stop(step) for step in (59, 60)] == [60, None]
+
+
+def test_the_last_checkpoint_tells_that_a_goal_has_ended_the_run(tmp_path: Path) -> None:
+    """It replaces one of the same step, and a full disk delays that: an evaluator waits for the end that is told."""
+    config = run_config()
+    config.train.eval_every_steps, config.train.until_accuracy = 3, 0.9
+    loop: Any = SimpleNamespace(config=config, target_step=20, broadcast=same, combine=lambda request: request)
+    loop.progress = SimpleNamespace(global_step=3)
+    loop.evaluate = lambda split, pause_request: evaluation(0.95)
+
+    def freeze(others: object) -> Frozen:
+        saved = snapshot(3)
+        facts = replace(saved.facts, target_step=loop.target_step)
+        return lambda: replace(saved, facts=facts)
+
+    loop.freeze = freeze
+    disk = Disk(tmp_path)
+    disk.full = False
+    saver = Saver(disk, None, ToLauncher("chief-0", lambda message: None))
+    driver = Driver(loop, saver, NoReporter(), ["validation"], Steps, lambda: None)
+    driver.save()
+    saver.wait()
+    disk.full = True
+    driver._length.evaluate()
+    assert driver.is_at_end
+    disk.full = False
+    saver.retry(3, driver._freeze)
+    last = disk.newest(pytest.fail)
+    assert last
+    assert last.facts.target_step == 3

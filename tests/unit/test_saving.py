@@ -320,6 +320,15 @@ def test_saving_the_same_step_again_changes_nothing(tmp_path: Path) -> None:
     assert checkpoints.save(snapshot(3)).stat().st_ino == before
 
 
+def test_a_run_that_ends_at_another_step_than_planned_is_saved_again(tmp_path: Path) -> None:
+    """As when it was stopped, and is resumed with fewer steps: an evaluator would wait for the planned end."""
+    checkpoints, saved = Checkpoints(tmp_path), snapshot(3)
+    checkpoints.save(saved)
+    shorter = replace(saved, facts=replace(saved.facts, target_step=3))
+    Checkpoints(tmp_path).save(shorter)
+    assert_same(checkpoints.newest(fail), shorter)
+
+
 class Killed(BaseException):
     """Stands for a kill: nothing of the process happens after it."""
 

@@ -283,6 +283,11 @@ def _facts(manifest: dict[str, Any]) -> Facts:
         raise ValueError(f"{MANIFEST} {error}") from None
 
 
+def target_of(path: Path) -> int:
+    """The step at which the run was to end when it saved a checkpoint."""
+    return _facts(_read_manifest(path)).target_step
+
+
 def verify(path: Path) -> dict[str, Any]:
     """Checks both files of a checkpoint by their sizes and hashes; returns the manifest."""
     manifest = _read_manifest(path)

@@ -30,6 +30,7 @@ from tf2dist.checkpoint.snapshot import (
     folder_name,
     read,
     read_arrays,
+    target_of,
     verify,
     write,
 )
@@ -75,7 +76,7 @@ class Checkpoints:
                 is full, and it takes a line about each.
         """
         path = self.path_of(snapshot.step)
-        if not replaces and self._is_whole(path):  # a run that had already reached its end was started again
+        if not replaces and self._has_same_end(path, snapshot):  # a run that had reached its end was started again
             return path
         self.make_room(lambda: self._write(path, snapshot), notify_removed)
         self._verified[path] = True
@@ -139,6 +140,12 @@ class Checkpoints:
                 number += self._is_whole(path)
             else:
                 self._remove(path)
+
+    def _has_same_end(self, path: Path, snapshot: Snapshot) -> bool:
+        """Whether a checkpoint is whole, and says as the snapshot does where the run ends: evaluators end there."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._is_whole(path) and target_of(path) == snapshot.facts.target_step
+        return False
 
     def _is_whole(self, path: Path) -> bool:
         if path not in self._verified:

@@ -38,7 +38,7 @@ class Driver:
 
     Attributes:
         saved_at: the last step at which the run was given to be saved.
-        has_changed: whether callbacks have changed weights or rates since.
+        has_changed: whether callbacks have changed weights or rates since, or the run ends at another step.
 
     Args:
         splits: the names of those that can be evaluated.
@@ -95,8 +95,6 @@ class Driver:
     def _finish(self) -> None:
         """Sets the final weights of the model, and reports the result."""
         loop, length, step = self.loop, self._length, self.loop.progress.global_step
-        # An evaluator learns from the last checkpoint that no other one will follow.
-        self.has_changed |= step != loop.target_step
         self.end_at(step)
         loop.finalize()
         length.finish()
@@ -108,6 +106,8 @@ class Driver:
 
     def end_at(self, step: int, ended_by: str = "") -> None:
         """Ends the run at another step than planned; `ended_by`: the option that does."""
+        # An evaluator learns from the last checkpoint that no other one will follow.
+        self.has_changed |= step != self.loop.target_step
         self.loop.target_step = step
         self.reporter.set_target(step, ended_by)
 
