@@ -21,7 +21,7 @@ from tests.unit.scripted import (
     write_echo,
 )
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import TaskFailure, TaskLeft
+from tf2dist.errors import TaskFailure, TaskLeft, TaskLostError
 from tf2dist.hosts.protocol import Back, Ended, Lost, MeetingEvent
 from tf2dist.launch import failures
 from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
@@ -100,6 +100,15 @@ def test_a_task_that_loses_its_peers_after_the_run_has_not_failed(tmp_path: Path
     start = partial(start_with_echo, launcher, "worker-0")
     with pytest.raises(TaskFailure, match="worker-0") if fails else contextlib.nullcontext():
         assert follow(launcher, RunConfig(mode="async"), ["worker-0"], "chief-0", start, meeting) == {}
+
+
+@pytest.mark.parametrize(("task", "fails"), [("evaluator-0", False), ("worker-0", True)])
+def test_an_evaluator_may_take_long_for_the_last_checkpoint(tmp_path: Path, task: str, fails: bool) -> None:
+    launcher = ScriptedLauncher(tmp_path, [(500.0, ended(task, 0))])
+    meeting = ScriptedMeeting(launcher, [(102.0, Ended("chief-0", 0, ""))])
+    config = RunConfig(mode="async")
+    with pytest.raises(TaskLostError, match="chief-0 finished 120 s ago") if fails else contextlib.nullcontext():
+        assert follow(launcher, config, [task], "chief-0", meeting=meeting) == {}
 
 
 def test_an_echo_waits_until_the_frozen_task_behind_it_is_found(

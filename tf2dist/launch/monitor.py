@@ -40,7 +40,7 @@ POLL_SECS = 0.2
 SECONDARY_SECS = 1.0  # the failure that caused the others may be reported after them
 CAUSE_SECS = 3.0  # the same if it is on another host
 EXIT_SECS = 15.0  # for the other tasks to end, once the leader is done
-FOLLOW_END_SECS = 120.0  # for a task to end, once its leader on another host is done
+FOLLOW_END_SECS = 120.0  # for a task but an evaluator to end, once its leader on another host is done
 
 
 class Phase(enum.Enum):
@@ -237,7 +237,9 @@ class Monitor:
     def _on_end_elsewhere(self, task: str, code: int, why: str, was_lost: bool) -> None:
         if code == 0 and task == self._tasks.leader:
             self._leader_is_done = True
-            self._attempt.exit_deadline = self._clock.monotonic() + FOLLOW_END_SECS
+            # An evaluator evaluates the last checkpoint alone, which may take long; only the watchdog ends it.
+            if Task.parse(self._tasks.names[0]).job != "evaluator":
+                self._attempt.exit_deadline = self._clock.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._phase() is Phase.DONE:
             pass
         elif self._can_lose(task, code) and not blames_another(task, why):
