@@ -12,7 +12,7 @@ from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits, split_of
 from tests.replica.test_epochs import regression
 from tests.replica.test_streams import VALIDATION, Streamed, X, Y, of_rows
-from tests.unit.test_saving import facts
+from tests.unit.test_saving import facts, no_more_open_files
 from tf2dist import registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import check_same, differences, named_variables, take_over, values
@@ -20,7 +20,7 @@ from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.load import DEFAULTS
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
-from tf2dist.errors import CheckpointError, DataError, NotFiniteError
+from tf2dist.errors import CheckpointError, DataError, NotFiniteError, TaskLostError
 from tf2dist.model.builtin import build_optimizer
 from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.shards import row_pieces
@@ -118,6 +118,16 @@ def test_an_evaluator_waits_for_the_checkpoint_after_a_damaged_one(tmp_path: Pat
     assert saved_again.step == 9
     (text,) = warned
     assert "checkpoint step-0000000009 is damaged (arrays.npz has 7 bytes instead of" in text
+
+
+def test_an_evaluator_does_not_wait_for_ever_where_it_cannot_read(tmp_path: Path) -> None:
+    checkpoints, config = Checkpoints(tmp_path, 3), run_config()
+    evaluator = Evaluator(config, *source_and_splits(config), pytest.fail)
+    path = checkpoints.save(Snapshot(5, {"model/a": np.zeros(3)}, facts(5)))
+    with no_more_open_files(), pytest.raises(TaskLostError, match=r"cannot be read \(Too many open files\); try again"):
+        evaluator.newest(checkpoints)
+    (path / "manifest.json").unlink()
+    assert evaluator.newest(checkpoints) is None, "the run is removing it"
 
 
 @registry.register_optimizer("decays to the end")

@@ -6,7 +6,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
+import re
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -33,7 +35,7 @@ from tf2dist.checkpoint.snapshot import (
 )
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.load import DEFAULTS
-from tf2dist.errors import CheckpointError
+from tf2dist.errors import CheckpointError, TaskLostError
 
 
 def facts(step: int) -> Facts:
@@ -303,6 +305,32 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path)
         truncate(checkpoints.save(snapshot(step)) / ARRAYS)
     with pytest.raises(CheckpointError, match=r"all 2 checkpoints are damaged.*start over"):
         checkpoints.newest(lambda text: None)
+
+
+@contextlib.contextmanager
+def no_more_open_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path) -> None:
+    """A run that went back, or started over, would lose what was trained."""
+    for step in (1, 2, 3):
+        Checkpoints(tmp_path).save(snapshot(step))
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    paths = checkpoints.paths()
+    checkpoints.paths = lambda: paths  # type: ignore[method-assign]
+    with no_more_open_files(), pytest.raises(TaskLostError) as told:
+        checkpoints.newest(fail)
+    message = r"cannot be read \(Too many open files\); try again, and if that does not help, move it away"
+    assert re.fullmatch(f"{tmp_path}/step-0000000003: {message}", str(told.value))
+    with no_more_open_files(), pytest.raises(OSError, match="Too many open files"):
+        checkpoints._drop_oldest()
+    assert_same(checkpoints.newest(fail), snapshot(3))
 
 
 def test_the_manifest_describes_the_checkpoint(tmp_path: Path) -> None:

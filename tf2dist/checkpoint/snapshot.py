@@ -10,6 +10,7 @@ weights are often shared.
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -26,6 +27,7 @@ import numpy as np
 
 from tf2dist.config.schema import KerasConfig
 from tf2dist.declared import TreeReader, UndeclaredError
+from tf2dist.errors import CheckpointError, TaskLostError, TfDistError, brief_reason
 from tf2dist.files import open_to_read
 
 WHOLE_NUMBERS = range(2**63)  # what TensorFlow's integers hold
@@ -281,6 +283,23 @@ def _facts(manifest: dict[str, Any]) -> Facts:
         return Facts.of_json(manifest)
     except ValueError as error:
         raise ValueError(f"{MANIFEST} {error}") from None
+
+
+def is_damage(error: OSError | ValueError) -> bool:
+    """Whether an error while a checkpoint is read says that it is damaged.
+
+    Others say nothing about it, such as too many open files, or a network file system that does not answer.
+    """
+    # A part that is missing, or is no regular file.
+    missing = (FileNotFoundError, NotADirectoryError)
+    return isinstance(error, (ValueError, *missing)) or error.errno in (errno.EINVAL, errno.ELOOP)
+
+
+def unreadable(path: Path, error: OSError) -> TfDistError:
+    """The error for the user, if that is no damage."""
+    # Asking again does not change a permission.
+    kind = CheckpointError if isinstance(error, PermissionError) else TaskLostError
+    return kind(f"{path}: cannot be read ({brief_reason(error)}); try again, and if that does not help, move it away")
 
 
 def target_of(path: Path) -> int:

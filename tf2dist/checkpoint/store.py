@@ -28,9 +28,11 @@ from tf2dist.checkpoint.snapshot import (
     Snapshot,
     flush,
     folder_name,
+    is_damage,
     read,
     read_arrays,
     target_of,
+    unreadable,
     verify,
     write,
 )
@@ -80,7 +82,8 @@ class Checkpoints:
             return path
         self.make_room(lambda: self._write(path, snapshot), notify_removed)
         self._verified[path] = True
-        self._prune(path)
+        with contextlib.suppress(OSError):  # those that cannot be checked now stay until the next time
+            self._prune(path)
         return path
 
     def make_room(self, write: Callable[[], T], notify_removed: Notify | None) -> T:
@@ -149,10 +152,14 @@ class Checkpoints:
 
     def _is_whole(self, path: Path) -> bool:
         if path not in self._verified:
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 verify(path)
                 self._verified[path] = True
-        return self._verified.setdefault(path, False)
+            except (OSError, ValueError) as error:
+                if not is_damage(error):
+                    raise
+                self._verified[path] = False
+        return self._verified[path]
 
     def _remove(self, path: Path) -> None:
         """Removes a checkpoint, or leaves it where that fails."""
@@ -184,6 +191,8 @@ class Checkpoints:
     def newest(self, notify: Notify) -> Snapshot | None:
         """The newest whole checkpoint, or None if there are no checkpoints at all.
 
+        One that cannot be read for another reason than damage is an error: it may be whole.
+
         Args:
             notify: takes a line about every damaged one.
         """
@@ -196,6 +205,8 @@ class Checkpoints:
             try:
                 snapshot = read(path)
             except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and not is_damage(error):
+                    raise unreadable(path, error) from None
                 damaged.append(f"{path}: {error}")
                 notify(f"{damaged[-1]}; going back to the checkpoint before it")
             else:

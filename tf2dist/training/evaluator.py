@@ -1,6 +1,7 @@
 """The evaluator: evaluates each new checkpoint in the run directory, until the last one of the run."""
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.snapshot import Snapshot, read
+from tf2dist.checkpoint.snapshot import Snapshot, is_damage, read, unreadable
 from tf2dist.checkpoint.state import Named, assign, check_same, finalize, named_variables
 from tf2dist.checkpoint.store import Checkpoints, Notify
 from tf2dist.config.schema import RunConfig
@@ -48,6 +49,7 @@ class Evaluator:
 
         None also if it is damaged, or was removed while it was read: the run may save another one.
         """
+        path = checkpoints.folder
         try:
             path = checkpoints.paths()[-1]
             # The name is not enough: a run may save the same step again, whole this time, or as its last one.
@@ -57,8 +59,13 @@ class Evaluator:
             snapshot = read(path)
             self._seen.add(which)
             return snapshot
-        except (IndexError, OSError):  # there is none yet, or the run has removed it to make room for a newer one
+        except IndexError:  # there is none yet
             return None
+        except OSError as error:
+            # The run may have removed it to make room for a newer one; NFS then says ESTALE.
+            if is_damage(error) or error.errno == errno.ESTALE:
+                return None
+            raise unreadable(path, error) from None
         except ValueError as error:
             self._seen.add(which)
             self._warn(f"checkpoint {path.name} is damaged ({error}); waiting for another one")
