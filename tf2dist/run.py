@@ -127,6 +127,7 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
             reporter.on_progress(progress)
 
         loop = LOOPS[config.mode](context, start, on_progress, strategy)
+        del start  # the memory of its arrays, and the files that large ones are mapped from
         reporter.follow(loop)
 
         def final_arrays() -> dict[str, np.ndarray]:

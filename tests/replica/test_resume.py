@@ -5,6 +5,8 @@ before the next one is made.
 """
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +17,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.replica.small_runs import run_config, sync_loop
+from tests.replica.small_runs import context_of, run_config, sync_loop
 from tests.unit.test_saving import facts
-from tf2dist import registry
+from tf2dist import registry, run
 from tf2dist.checkpoint.snapshot import Snapshot, Weights, describe, of_description, pack, unpack
 from tf2dist.checkpoint.state import check_keras, check_same
 from tf2dist.checkpoint.store import Checkpoints
@@ -294,3 +296,32 @@ def test_a_run_changes_its_mode_and_changes_back(sync_workers: SyncWorkers, asyn
     counters.restore(counters.now()._replace(totals=counters.now().totals * [1, np.nan, 1]))
     with pytest.raises(NotFiniteError, match=f"by global step {26 + updates_per_pass};"):
         loop.train(1000)
+
+
+def resume(worker: SyncWorker, run_dir: str) -> tuple[int, bool]:
+    """Resumes a run as a task does; returns where it goes on, and whether it holds the snapshot while it trains."""
+    config = run_config()
+    config.mode, config.run_dir, config.train.steps = "sync", run_dir, 10
+    first = sync_loop(worker, config)
+    first.train(5)
+    Checkpoints(Path(run_dir, "checkpoints")).save(first.snapshot())
+    found, read = list[tuple[int, bool]](), list["weakref.ref[Snapshot]"]()
+
+    def reading(*args: Any) -> Any:
+        snapshot = first_snapshot(*args)
+        assert isinstance(snapshot, Snapshot)
+        read.append(weakref.ref(snapshot))
+        return snapshot
+
+    def drive(driver: Any) -> None:
+        gc.collect()
+        found.append((driver.loop.progress.global_step, read[0]() is not None))
+
+    run.first_snapshot, run.Driver.drive = reading, drive  # type: ignore[method-assign]
+    run.train(context_of(config, worker.cluster, worker.task), worker.strategy)
+    return found[0]
+
+
+def test_a_resumed_run_does_not_hold_what_it_has_read(sync_workers: SyncWorkers, tmp_path: Path) -> None:
+    """It would take the memory of one more copy of the model and the optimizer."""
+    assert sync_workers(resume, num_workers=1, args=(str(tmp_path),)) == [(5, False)]
