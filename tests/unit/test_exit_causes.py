@@ -1,10 +1,22 @@
 """The cause of a process's end, from its exit code and its output."""
 
 import signal
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
-from tf2dist.launch.failures import FILE_LIMIT, MEMORY_LIMIT, THREAD_LIMIT, TIME_LIMIT, error_line, limit_reached
+from tf2dist.launch.failures import (
+    FILE_LIMIT,
+    MEMORY_LIMIT,
+    THREAD_LIMIT,
+    TIME_LIMIT,
+    FailureReader,
+    error_line,
+    limit_reached,
+)
+from tf2dist.launch.launcher import Launcher
+from tf2dist.messages import Exited
 
 
 @pytest.mark.parametrize(
@@ -37,3 +49,20 @@ def test_the_error_line_is_the_exception() -> None:
     assert error_line(log) == "ImportError: no such library"
     assert error_line("one\ntwo\n") == "two"
     assert error_line("") == "it printed nothing"
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    """That of a worker may have grown for weeks."""
+    with open(tmp_path / "worker-0.log", "wb") as log:
+        log.truncate(50 << 20)
+        log.seek(0, 2)
+        log.write(b"".join(b"\nline %d" % number for number in range(100)))
+    reader = FailureReader(tmp_path, Launcher(tmp_path).log_of)
+    tracemalloc.start()
+    try:
+        failure = reader.read(Exited("worker-0", 7, 0.0))
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert failure.details == "\n".join(f"line {number}" for number in range(70, 100))
+    assert most_bytes < 1 << 20

@@ -148,7 +148,7 @@ class FailureReader:
 
     Args:
         log_dir: the folder of the tasks' records.
-        log_of: returns what a task has written since it was started.
+        log_of: returns what a task has written last since it was started.
     """
 
     def __init__(self, log_dir: Path, log_of: Callable[[str], str]) -> None:

@@ -55,6 +55,7 @@ READY_POLL_SECS = 0.2
 KILL_TIMEOUT_SECS = 10.0  # a killed process ends at once, unless the kernel waits for a device
 NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 SERVER_CHECK_SECS = 0.5  # tasks inherit the socket, so the server's death may give no EOF
+LOG_BYTES = 1 << 16  # read of a log, which may have grown for weeks
 
 
 class Launcher:
@@ -190,9 +191,13 @@ class Launcher:
             yield event
 
     def log_of(self, name: str) -> str:
-        """The output of a task since it was started."""
+        """The output of a task since it was started; of a long one the last LOG_BYTES."""
         path = log_path(self.log_dir, name)
-        return path.read_bytes()[self._log_starts.get(name, 0) :].decode(errors="replace") if path.exists() else ""
+        if not path.exists():
+            return ""
+        with open(path, "rb") as log:
+            log.seek(max(self._log_starts.get(name, 0), os.fstat(log.fileno()).st_size - LOG_BYTES))
+            return log.read(LOG_BYTES).decode(errors="replace")
 
     def _open_log(self, name: str) -> io.BufferedWriter:
         log = os.fdopen(open_log(self.log_dir, name), "ab")
