@@ -28,6 +28,7 @@ from tf2dist.config.schema import KerasConfig, RunConfig
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.run import first_snapshot
 from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.training.driver import Driver
 from tf2dist.training.parameter_server.counters import ONES
 
 MakeLoop = Callable[..., Any]
@@ -317,8 +318,10 @@ def resume(worker: SyncWorker, run_dir: str) -> tuple[int, bool]:
         gc.collect()
         found.append((driver.loop.progress.global_step, read[0]() is not None))
 
-    run.first_snapshot, run.Driver.drive = reading, drive  # type: ignore[method-assign]
-    run.train(context_of(config, worker.cluster, worker.task), worker.strategy)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run, "first_snapshot", reading)
+        patched.setattr(Driver, "drive", drive)
+        run.train(context_of(config, worker.cluster, worker.task), worker.strategy)
     return found[0]
 
 
