@@ -153,7 +153,20 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
             f"Keras makes only {len(copy.weights)} of its {len(model.weights)} weights when it "
             "loads the model; make all layers with their shapes in its __init__, or give a function that builds it"
         )
+    if (place := _first_other(model.weights, copy.weights)) is not None:
+        raise FitError(
+            f"Keras does not load {model.weights[place].path} as it has saved it; give a function that builds the model"
+        )
     return copy
+
+
+def _first_other(variables: list[keras.Variable], loaded: list[keras.Variable]) -> int | None:
+    """The place of the first variable that has another value, bit by bit, when Keras has loaded it."""
+    for place, pair in enumerate(zip(variables, loaded, strict=True)):
+        one, other = (np.ascontiguousarray(variable.value).reshape(-1) for variable in pair)
+        if one.dtype != other.dtype or not np.array_equal(one.view(np.uint8), other.view(np.uint8)):
+            return place
+    return None
 
 
 def _check_lambdas(lambdas: list[Lambda]) -> None:
@@ -190,6 +203,8 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
         raise FitError(
             "was compiled with auto_scale_loss=False, which Keras does not save; give a function that builds it instead"
         )
+    if not has_own_step(model):
+        _check_copied_optimizer(model.optimizer, copy.optimizer)
     if lost := lost_in_copy(model, copy):
         kind, key = lost[0].__name__, lost[1]
         way = f"give {kind} a get_config with {key} and an __init__ that takes it"
@@ -209,6 +224,27 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
         raise FitError(
             "its MultiOptimizer chooses by names of layers, which are others when Keras loads "
             "the model; give its layers names, or give a function that builds it instead"
+        )
+
+
+def _check_copied_optimizer(optimizer: keras.Optimizer | None, copied: keras.Optimizer | None) -> None:
+    """Refuses an optimizer that Keras has loaded as another one, or without its state."""
+    if type(optimizer) is not type(copied):
+        raise FitError(
+            f"its optimizer is {kind_of(optimizer)}, and {kind_of(copied)} when Keras loads the model; compile it "
+            "under the dtype policy that is set now, or give a function that builds it"
+        )
+    if optimizer is None or not optimizer.built:
+        return
+    if len(optimizer.variables) != len(copied.variables):
+        raise FitError(
+            "its optimizer was made when other layers were to be trained, and Keras does not load its state; compile "
+            "the model again, or give a function that builds it"
+        )
+    if (place := _first_other(optimizer.variables, copied.variables)) is not None:
+        raise FitError(
+            f"Keras does not load {optimizer.variables[place].path} of its optimizer as it has saved it; give a "
+            "function that builds the model"
         )
 
 

@@ -54,9 +54,9 @@ def _lost_attribute(original: Any, copied: Any) -> str | None:
     kind = type(original)
     attributes, others = vars(original), vars(copied)
     is_function = (types.FunctionType, types.MethodType)
-    # Such as a train_step of this object alone. Keras itself wraps some of the methods.
-    functions = [key for key, value in attributes.items() if isinstance(value, is_function) and hasattr(kind, key)]
-    lost: list[str] = [key for key in functions if key not in others]
+    # Such as a train_step of this object alone. Keras itself wraps some of the methods, and `intercept_updates` others.
+    of_user = {key: v for key, v in attributes.items() if isinstance(v, is_function) and not _is_internal(v)}
+    lost = [key for key in of_user if hasattr(kind, key) and key not in others]
     if lost:
         return lost[0]
     if _is_of_keras(kind):  # its configuration is complete
@@ -101,6 +101,10 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 def _is_of_keras(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in KERAS
+
+
+def _is_internal(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] in (*KERAS, "tf2dist")
 
 
 @functools.cache
