@@ -55,7 +55,7 @@ STEEP = {9: 0.1, 33: 0.03}  # by workers: a rate of SGD at which plain training 
 EPOCHS = 3
 DELAY_SECS = 0.004  # for each worker: so all together could make 250 updates in a second
 CHANCE = 0.9  # the error of a model that has become NaN, which says one of ten classes
-LOST = 0.8  # with such an error a model has learned nothing worth comparing
+LOST = 0.7  # with such an error a model has learned nothing worth comparing
 TIMEOUT_SECS = 900.0
 
 
