@@ -118,7 +118,7 @@ class NotFiniteError(TfDistError):
 
 
 class TaskLostError(TfDistError):
-    """Tasks were lost without which the run cannot go on; a retry may help. Exit code 138."""
+    """Tasks were lost, or a checkpoint cannot be read now; a retry may help. Exit code 138."""
 
     exit_code = 138
 
