@@ -473,11 +473,7 @@ ON_X86 = True if platform.machine() == "x86_64" else None
 
 @pytest.mark.parametrize(
     ("units", "options", "expected"),
-    [
-        ((512, 512), {}, ON_X86),
-        ((512, 511), {}, None),
-        ((512, 512), {"devices.onednn": False}, False),
-    ],
+    [((512, 512), {}, ON_X86), ((512, 511), {}, None), ((512, 512), {"devices.onednn": False}, False)],
 )
 def test_large_dense_layers_are_computed_with_onednn(
     units: tuple[int, ...],

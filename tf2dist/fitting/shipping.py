@@ -234,7 +234,7 @@ def _check_copied_optimizer(optimizer: keras.Optimizer | None, copied: keras.Opt
             f"its optimizer is {kind_of(optimizer)}, and {kind_of(copied)} when Keras loads the model; compile it "
             "under the dtype policy that is set now, or give a function that builds it"
         )
-    if optimizer is None or not optimizer.built:
+    if optimizer is None or copied is None or not optimizer.built:
         return
     if len(optimizer.variables) != len(copied.variables):
         raise FitError(

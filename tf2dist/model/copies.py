@@ -56,7 +56,7 @@ def _lost_attribute(original: Any, copied: Any) -> str | None:
     is_function = (types.FunctionType, types.MethodType)
     # Such as a train_step of this object alone. Keras itself wraps some of the methods, and `intercept_updates` others.
     of_user = {key: v for key, v in attributes.items() if isinstance(v, is_function) and not _is_internal(v)}
-    lost = [key for key in of_user if hasattr(kind, key) and key not in others]
+    lost: list[str] = [key for key in of_user if hasattr(kind, key) and key not in others]
     if lost:
         return lost[0]
     if _is_of_keras(kind):  # its configuration is complete
