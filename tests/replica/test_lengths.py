@@ -84,7 +84,9 @@ def test_the_last_checkpoint_tells_that_a_goal_has_ended_the_run(tmp_path: Path)
     """It replaces one of the same step, and a full disk delays that: an evaluator waits for the end that is told."""
     config = run_config()
     config.train.eval_every_steps, config.train.until_accuracy = 3, 0.9
-    loop: Any = SimpleNamespace(config=config, target_step=20, broadcast=same, combine=lambda request: request)
+    loop: Any = SimpleNamespace(
+        config=config, leads=True, target_step=20, broadcast=same, combine=lambda request: request
+    )
     loop.progress = SimpleNamespace(global_step=3)
     loop.evaluate = lambda split, pause_request: evaluation(0.95)
 
