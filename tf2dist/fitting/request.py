@@ -121,7 +121,8 @@ def _limits(numbers: dict[str, Any], is_validated_on_stream: bool) -> dict[str, 
             "set it to None, and give steps_per_epoch and use dataset.take"
         )
     limits = {"epochs": limit_of_keras("max_epochs"), "steps_per_epoch": steps, "validation_steps": steps}
-    limited = {name: limit for name, limit in limits.items() if limit and (numbers[name] or limit + 1) > limit}
+    # A number that is not given is as many as the data has.
+    limited = {name: limit for name, limit in limits.items() if limit and (numbers[name] or math.inf) > limit}
     for name in limited.keys() - {"validation_steps"}:
         warnings.warn(f"Limiting {name} to {limited[name]}", stacklevel=2)
     return limited

@@ -373,7 +373,7 @@ def output_trackers_of(model: keras.Model) -> list[keras.metrics.Metric]:
 
 
 def may_mix_examples(one: keras.losses.Loss | keras.metrics.Metric) -> bool:
-    """Whether the value for an example may depend on the others of its batch: that of all but most of Keras's own."""
+    """Whether its value for an example may depend on others of the batch; of one that is not Keras's nobody knows."""
     function = getattr(one, "fn", type(one))  # of a loss that was given as a function
     if isinstance(one, keras.metrics.MeanMetricWrapper):
         function = attribute(keras, one, "_fn", Callable)
