@@ -27,6 +27,8 @@ STEPS = {
     ("async", "tables"): 6_000,
     ("sync", "tables"): 2_000,
     ("async", "wide and deep"): 200,
+    ("sync", "mobilenet"): 60,
+    ("async", "mobilenet"): 60,
 }
 SMALL = ("softmax", "dnn", "cnn")
 LARGE = ("2 million", "12 million", "50 million")  # parameters
@@ -80,6 +82,7 @@ class Table:
         yield from self._links()
         yield from self._deep()
         yield from self._one_process()
+        yield from self._xla()
         yield from self._ourselves()
         yield from self._fit()
         yield from self._start()
@@ -290,6 +293,20 @@ class Table:
                 "keras fit": self._peer("keras_fit", "async", model, share=0.6),
             }
             yield Comparison(f"one process {model}", "steps/s", contenders, ("tf2dist", "bare loop"), target)
+
+    def _xla(self) -> Iterator[Comparison]:
+        """What compiling the step is worth, beside Keras's own `fit`, which compiles it by itself on a GPU.
+
+        On a machine with one GPU all workers share it; there this takes ten minutes with one round.
+        """
+        for model, num_workers, mode in itertools.product(("dnn", "cnn", "mobilenet"), (1, 2, 4), ("sync", "async")):
+            steps = self._steps(mode, model)
+            rate = partial(figures.examples_rate, mode, model, num_workers, steps)
+            contenders: dict[str, Measure] = {"xla": partial(rate, "devices.xla=true"), "tf2dist": rate}
+            if num_workers == 1 and mode == "sync":
+                contenders["keras fit"] = partial(figures.keras_examples_rate, model, steps, self._arrays)
+            name = f"xla {mode} {model} {num_workers} worker{'s' * (num_workers > 1)}"
+            yield Comparison(name, "examples/s", contenders, ("xla", "tf2dist"))
 
     def _ourselves(self) -> Iterator[Comparison]:
         sgd, adam = self._ours("async", "dnn"), self._ours("async", "dnn", optimizer="adam")

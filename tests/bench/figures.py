@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.bench.contenders import OurRun, fit_run, our_process, our_run, peer
-from tests.bench.workload import DEEP_BATCH_SIZE, EVALUATE_EVERY, HIDDEN_UNITS, NUM_VALIDATION
+from tests.bench.workload import BATCH_SIZE, DEEP_BATCH_SIZE, EVALUATE_EVERY, HIDDEN_UNITS, NUM_VALIDATION
 
 DEEP_MODELS = str(Path(__file__).with_name("deep_models.py"))
 PLUGINS = str(Path(__file__).with_name("plugins.py"))
@@ -38,6 +38,17 @@ def our_rate(
     """Our own global steps per second, after as many steps to warm up."""
     overrides = [f"mode={mode}", *model_of(model), f"optimizer={optimizer}", f"train.steps={2 * steps}", *more]
     return run_with(plugin, *cluster_of(num_workers), *overrides).rate(steps)
+
+
+def examples_rate(mode: str, model: str, num_workers: int, steps: int, *more: str) -> float:
+    """Our own examples per second of all workers, in batches of BATCH_SIZE; also of the models of `deep_models`."""
+    rate = our_rate(mode, model, num_workers, steps, f"plugins=[{DEEP_MODELS}]", *more)
+    return rate * BATCH_SIZE * (num_workers if mode == "sync" else 1)
+
+
+def keras_examples_rate(model: str, steps: int, arrays: str) -> float:
+    """The same of Keras's own `fit`."""
+    return peer_rate("keras_fit", "sync", model, 1, steps, arrays) * BATCH_SIZE
 
 
 def exchanged_mb(mode: str, model: str, num_workers: int, steps: int) -> float:

@@ -33,6 +33,11 @@ TOPICS = {
         ("one process ",),
         "Three asynchronous workers, which share the two cores with the parameter server, against one process.",
     ),
+    "Compiled steps": (
+        ("xla ",),
+        "With `devices.xla=true` and without, beside `fit` of Keras in one process, which compiles its step on a GPU "
+        "and not on CPUs.",
+    ),
     "Embedding tables and Keras fit": (
         ("tables keras ",),
         "Two workers against `fit` of Keras in one process, with two tables of a million rows each.",

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.bench.deep_models import BUILDERS, deep_model
 from tests.bench.workload import BATCH_SIZE, HIDDEN_UNITS, LEARNING_RATE, Stopwatch, Workload, run
 from tf2dist.data import Arrays, Splits
 from tf2dist.model.builtin import build_model
@@ -27,6 +28,8 @@ def model_of(workload: Workload) -> keras.Model:
     """The model of tf2dist, whose input is images as bytes."""
     image = Arrays(np.zeros([1, 28, 28, 1], np.uint8))
     keras.utils.set_random_seed(0)
+    if workload.model in BUILDERS:
+        return deep_model(workload.model, num_classes=10)
     return build_model({"name": workload.model, **ARGUMENTS[workload.model]}, Splits(image))
 
 

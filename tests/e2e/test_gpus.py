@@ -70,6 +70,7 @@ def test_sync_computes_on_gpus_what_it_computes_on_cpus(
     for device, made in kernels.items():
         assert made[LOSS], (device, made)
         assert made["MatMul"] >= 2, (device, made)  # the second one is of the backward pass
+        assert made["PrefetchDataset"], f"{device}: the next batch is not copied there ahead: {made}"
     numbers = {device: number for device, (number, *_) in gpus.devices().items()}
     assert numbers == {"worker-0/GPU:0": 0, "worker-1/GPU:0": second}
     assert f"the all-reduce is tf2dist's own: {reason}" in log_of(end)
