@@ -391,6 +391,15 @@ def test_a_task_of_ray_gets_free_ports_that_ray_does_not_use_itself() -> None:
     assert all(linux.is_free(port) and linux.is_free(port + 1000) for port in ports[:5])
 
 
+def test_a_control_port_lies_below_its_port_where_the_sum_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distinct_addresses([("a", [60000]), ("a", [40000, 30000])], 10_000) == ["a:60000", "a:30000"]
+    ray_train = pytest.importorskip("tf2dist.tools.engines.ray_gang", reason="ray is not installed")
+    # The kernel may be set so that outgoing connections have the highest ports alone.
+    monkeypatch.setattr(linux, "ephemeral_ports", lambda: (65_000, 65_535))
+    _, ports = ray_train.offer_ports(30_000)
+    assert max(ports) > 35_535
+
+
 # The command
 
 

@@ -152,8 +152,13 @@ def port_holder(port: int) -> str:
 def control_address(address: str, shift: int = CONTROL_PORT_SHIFT) -> tuple[str, int]:
     """Host and control port of the task whose TensorFlow port is at "host:port"."""
     host, port = split(address)
+    return host, control_port(port, shift)
+
+
+def control_port(port: int, shift: int) -> int:
+    """The control port of the task whose TensorFlow port this is."""
     # Above 65535 there are no ports. All hosts derive the same port from the cluster list.
-    return host, port + shift if port + shift <= 65535 else port - shift
+    return port + shift if port + shift <= 65535 else port - shift
 
 
 def check_control_ports(cluster: Cluster, shift: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tf2dist import linux
-from tf2dist.cluster.addresses import canonical_host, ip_in
+from tf2dist.cluster.addresses import canonical_host, control_port, ip_in
 from tf2dist.cluster.spec import Place
 from tf2dist.cluster.validation import read_tf_config, validated
 from tf2dist.config.schema import PS_MODES, RunConfig
@@ -168,8 +168,10 @@ def distinct_addresses(offers: Iterable[tuple[str, Sequence[int]]], control_port
     taken: set[tuple[str, int]] = set()
     addresses = []
     for host, ports in offers:
-        port = next(port for port in ports if taken.isdisjoint({(host, port), (host, port + control_port_shift)}))
-        taken |= {(host, port), (host, port + control_port_shift)}
+        pairs = ([(host, port), (host, control_port(port, control_port_shift))] for port in ports)
+        pair = next(pair for pair in pairs if taken.isdisjoint(pair))
+        taken.update(pair)
+        port = pair[0][1]
         addresses.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     return addresses
 

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tf2dist import linux
 from tf2dist.cluster import ranks
+from tf2dist.cluster.addresses import control_port
 from tf2dist.errors import TaskLostError, TfDistError
 from tf2dist.launch.single_run import report
 from tf2dist.linux import SECRETS
@@ -87,7 +88,8 @@ class GangBackend(Backend):
 
 def offer_ports(control_port_shift: int) -> tuple[str, list[int]]:
     """The address of this node, and free ports."""
-    free = (port for port in linux.unused_ports(4 * NUM_OFFERED) if linux.is_free(port + control_port_shift))
+    ports = linux.unused_ports(4 * NUM_OFFERED)
+    free = (port for port in ports if linux.is_free(control_port(port, control_port_shift)))
     # Stable, so that the order remains random. There may be none so high.
     return ray.util.get_node_ip_address(), sorted(free, key=lambda port: port < FIRST_PORT)[:NUM_OFFERED]
 
