@@ -80,11 +80,12 @@ def _gathered(tensor: tf.Tensor, exchange: Exchange) -> tf.Tensor:
 @contextlib.contextmanager
 def exchanging(exchange: Exchange | None) -> Iterator[None]:
     """The block in which the step of a replica is traced; None where replicas compute apart."""
+    before: Exchange | None = getattr(_current, "exchange", None)
     _current.exchange = exchange
     try:
         yield
     finally:
-        _current.exchange = None
+        _current.exchange = before
 
 
 @contextlib.contextmanager
