@@ -26,7 +26,7 @@ from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training import stragglers
 from tf2dist.training.driver import Driver, Epochs, Steps
 from tf2dist.training.evaluator import Evaluator, follow
-from tf2dist.training.finished_model import describe, write_model
+from tf2dist.training.finished_model import describe, named_groups, write_model
 from tf2dist.training.hooks import Hooks
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.parameter_server import serving
@@ -139,7 +139,8 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
             if task == cluster.leader:
                 fresh = functools.partial(plain_model, source, splits, config.seed, loop.new_optimizer)
                 num_updates = loop.earlier_updates + loop.progress.global_step
-                write_model(run_dir, loop.model, loop.optimizer, final_arrays, num_updates, fresh, to_launcher.warn)
+                given = loop.model, loop.optimizer, final_arrays, num_updates, fresh, to_launcher.warn
+                write_model(run_dir, *given, named_groups(loop.step))
                 heartbeat.progress()
 
         hooks = context.hooks if task == cluster.leader else Hooks()
@@ -171,7 +172,7 @@ def announce(driver: Driver, note: str, run_dir: Path, to_launcher: ToLauncher) 
         if text and not loop.progress.global_step:  # a resumed run has printed it before
             to_launcher.note(text)
     to_launcher.send(Began(loop.progress.global_step))
-    describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn)
+    describe(run_dir, loop.model, loop.new_optimizer, to_launcher.warn, named_groups(loop.step))
     if restored_from:
         to_launcher.note(restored_from)
 

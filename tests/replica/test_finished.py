@@ -23,6 +23,7 @@ from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import CheckpointError, ConfigError, DataError
+from tf2dist.model.own_step import OwnStep
 from tf2dist.process import heartbeat
 from tf2dist.tools.finished import opening
 from tf2dist.tools.finished import predict_command as predict
@@ -30,7 +31,15 @@ from tf2dist.tools.finished.opening import data_of
 from tf2dist.tools.finished.predicting import read
 from tf2dist.tools.finished.shell import CommandLine
 from tf2dist.training import finished_model
-from tf2dist.training.finished_model import MODEL_FILE, TEMPORARY, describe, saved_variables, write_model
+from tf2dist.training.finished_model import (
+    DESCRIPTION,
+    MODEL_FILE,
+    TEMPORARY,
+    describe,
+    named_groups,
+    saved_variables,
+    write_model,
+)
 
 EXAMPLES = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 
@@ -85,7 +94,11 @@ def assert_same(loaded: keras.Model, model: keras.Model) -> None:
     """Equal outputs, and an optimizer in the same state."""
     assert loaded.compiled
     np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), model.predict(EXAMPLES, verbose=0), rtol=1e-5)
-    for its, own in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+    assert_same_values(loaded.optimizer.variables, model.optimizer.variables)
+
+
+def assert_same_values(loaded: list[keras.Variable], variables: list[keras.Variable]) -> None:
+    for its, own in zip(loaded, variables, strict=True):
         np.testing.assert_allclose(its.numpy(), own.numpy(), rtol=1e-6, err_msg=own.path)
 
 
@@ -98,6 +111,68 @@ def test_a_model_whose_layers_have_no_names(tmp_path: Path, step: int | None) ->
     assert [layer.name for layer in loaded.layers] == [layer.name for layer in model.layers]
     assert int(loaded.optimizer.iterations) == 7
     assert_same(loaded, model)
+
+
+@keras.saving.register_keras_serializable("tests_finished")
+class InTurns(keras.Sequential):  # type: ignore[misc]
+    """Trains its first layer twice in a step by one optimizer, and its second by another of the same class."""
+
+    def compile(self, several: bool = True) -> None:
+        super().compile(keras.optimizers.RMSprop(0.01))
+        self.several, self.others = several, [keras.optimizers.RMSprop(0.02), keras.optimizers.RMSprop(0.03)]
+
+    def get_compile_config(self) -> dict[str, Any]:
+        return {"several": self.several}
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        self.compile(**config)
+        if self.several:
+            for optimizer, layer in zip(self.others, self.layers, strict=True):
+                optimizer.build(layer.trainable_variables)
+        else:
+            self.optimizer.build(self.trainable_variables)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        first, second = self.others if self.several else (self.optimizer, self.optimizer)
+        for optimizer, layer in ((first, self.layers[0]), (first, self.layers[0]), (second, self.layers[1])):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(data[0]) - data[1]) ** 2)
+            weights = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_optimizers_of_a_step_of_ones_own_are_those_that_it_applies(tmp_path: Path, several: bool) -> None:
+    def build() -> keras.Model:
+        model = InTurns([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(3)])
+        model.compile(several)
+        return model
+
+    model, targets = build(), np.ones((20, 3), np.float32)
+    step = OwnStep(model, Arrays(EXAMPLES, targets).layout, "given", None)
+    step.optimizer.build(step.trainable)
+    model.fit(EXAMPLES, targets, batch_size=10, epochs=3, verbose=0)
+    variables = [both[0] for both in saved_variables(model).values()]
+    snapshot = Snapshot(6, values(named_variables(model, variables, [step.optimizer])), facts(6))
+    groups = named_groups(step)
+    describe(tmp_path, model, lambda: build().optimizer, pytest.fail, groups)
+    Checkpoints(tmp_path / "checkpoints").save(snapshot)
+    write_model(tmp_path, model, step.optimizer, lambda: snapshot.arrays, 6, build, pytest.fail, groups)
+    for loaded in (tf2dist.load_model(tmp_path), tf2dist.load_model(tmp_path, 6)):
+        for its, own in zip(loaded.others, model.others, strict=True):
+            assert_same_values(its.variables, own.variables)
+        if several:
+            assert not loaded.optimizer.built or not np.any([v.numpy().any() for v in loaded.optimizer.variables[2:]])
+        else:
+            assert int(loaded.optimizer.iterations) == 18
+            assert_same_values(loaded.optimizer.variables, model.optimizer.variables)
+
+    # A class may give a loaded model no such optimizer.
+    description = tmp_path / DESCRIPTION
+    owner = "others/0" if several else "optimizer"
+    description.write_text(description.read_text().replace(f'"{owner}",', '"gone",'))
+    assert_same_values(tf2dist.load_model(tmp_path, 6).weights, model.weights)
 
 
 def test_a_run_that_has_not_ended_gives_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.copies import PLAIN
 from tf2dist.model.features import finalizes
 from tf2dist.model.optimizer_checks import prepare_choice
-from tf2dist.model.own_step import OwnStep, has_own_step
+from tf2dist.model.own_step import OwnStep, has_own_step, updates_per_step
 from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, generators, read_directly
 from tf2dist.tf_internals import (
@@ -238,7 +238,7 @@ def _optimizer_of(model: keras.Model, layout: Layout | None) -> tuple[keras.Opti
     # An optimizer makes its variables only when it is built.
     if not optimizer.built:
         optimizer.build(step.trainable if step else model.trainable_variables)
-    return optimizer, step.updates_per_step(optimizer) if step else [1] * len(counters_of(optimizer))
+    return optimizer, updates_per_step(optimizer, step.groups) if step else [1] * len(counters_of(optimizer))
 
 
 def _named(mirror: Mirror, worker_model: keras.Model, layout: Layout | None) -> dict[str, keras.Variable]:

@@ -255,7 +255,7 @@ def _trained_places(model: keras.Model) -> list[bool]:
 
 def _optimizer_state(model: keras.Model) -> list[list[Any]]:
     """The state of the optimizers that have trained a model, in an order of their own."""
-    trained = [optimizer for optimizer in optimizers_of(model) if int(optimizer.iterations.numpy())]
+    trained = [optimizer for optimizer in optimizers_of(model).values() if int(optimizer.iterations.numpy())]
     return sorted([np.array(variable.value).tolist() for variable in one.variables] for one in trained)
 
 

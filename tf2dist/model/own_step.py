@@ -61,15 +61,11 @@ class OwnStep(Step):
             self._check_optimizers(trace)
         self.evaluated = self._trace_evaluation(tested) if tested else self.metrics
         self.keep(trace)
-        self.optimizer = self._optimizer_of_groups()
+        self.optimizer = optimizer_of(name, self.groups)
 
     @property
     def repeats(self) -> bool:
-        optimizers, variables = Counter[int](), Counter[int]()
-        for group in self.groups:
-            optimizers[id(group.optimizer)] += 1
-            variables.update(map(id, group.variables))
-        return max([*optimizers.values(), *variables.values()]) > 1
+        return repeats(self.groups)
 
     @property
     def num_parts(self) -> int:
@@ -179,11 +175,11 @@ class OwnStep(Step):
             raise ConfigError(f"gives {lost[0]} no gradient here, and does so in keras.Model.fit; {WAY_OUT}")
         self.groups = [Group(update.optimizer, update.variables) for update in scope.updates]
         self.is_in_phases = scope.reads_updated or self.repeats
-        self.divide_variables(list({id(v): v for group in self.groups for v in group.variables}.values()))
+        self.divide_variables(trained_by(self.groups))
 
     def _check_optimizers(self, trace: Trace) -> None:
         """Refuses what depends on the state of an optimizer, which lies elsewhere: on a ps, or in a copy."""
-        of_optimizers = {id(v): v for optimizer in optimizers_of(self.model) for v in optimizer.variables}
+        of_optimizers = {id(v): v for optimizer in optimizers_of(self.model).values() for v in optimizer.variables}
         if read := [v for v in trace.outside if id(v) in of_optimizers]:
             raise ConfigError(f"reads {read[0].path} of its optimizer, which the tasks keep elsewhere; leave that out")
 
@@ -203,30 +199,51 @@ class OwnStep(Step):
             tf.function(call, autograph=False).get_concrete_function(layout.batched(None))
         return logged[-1]
 
-    def optimizers_in(self, optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-        """For each update of a step the one that applies it: of `optimizer`, which trains all, or of those in it."""
-        trained = groups_of(optimizer, self.trainable)
-        by_variable = {id(v): inner for inner, variables in trained for v in variables}
-        return [by_variable[id(group.variables[0])] for group in self.groups]
 
-    def updates_per_step(self, optimizer: keras.Optimizer) -> list[int]:
-        """By how much a step moves each of `counters_of` this optimizer, which trains all variables."""
-        times = Counter(map(id, self.optimizers_in(optimizer)))
-        # A single optimizer is the only one in itself.
-        moved = {id(counter_of(inner)): times[id(inner)] for inner in inner_optimizers(optimizer)}
-        return list(({id(counter_of(optimizer)): 1} | moved).values())
+def trained_by(groups: list[Group]) -> list[keras.Variable]:
+    """The variables that the updates of a step train."""
+    return list({id(v): v for group in groups for v in group.variables}.values())
 
-    def _optimizer_of_groups(self) -> keras.Optimizer:
-        inner = list({id(group.optimizer): group.optimizer for group in self.groups}.values())
-        if len(inner) == 1 and not self.repeats:
-            return inner[0]
-        by_variable = {id(v): group.optimizer for group in self.groups for v in group.variables}
-        optimizer = MultiOptimizer(lambda variable: by_variable[id(variable)])
-        prepare_choice(self._name, optimizer, self.trainable)
-        if all(one.built for one in inner):  # the model was trained before
-            optimizer.build(self.trainable)
-            counter_of(optimizer).assign(counter_of(inner[0]))
-        return optimizer
+
+def repeats(groups: list[Group]) -> bool:
+    """Whether the updates of a step use an optimizer, or train a variable, more than once."""
+    optimizers, variables = Counter[int](), Counter[int]()
+    for group in groups:
+        optimizers[id(group.optimizer)] += 1
+        variables.update(map(id, group.variables))
+    return max([*optimizers.values(), *variables.values()]) > 1
+
+
+def optimizers_in(optimizer: keras.Optimizer, groups: list[Group]) -> list[keras.Optimizer]:
+    """For each update of a step the one that applies it: of `optimizer`, which trains all, or of those in it."""
+    by_variable = {id(v): inner for inner, variables in groups_of(optimizer, trained_by(groups)) for v in variables}
+    return [by_variable[id(group.variables[0])] for group in groups]
+
+
+def updates_per_step(optimizer: keras.Optimizer, groups: list[Group]) -> list[int]:
+    """By how much a step moves each of `counters_of` this optimizer, which trains all variables."""
+    times = Counter(map(id, optimizers_in(optimizer, groups)))
+    # A single optimizer is the only one in itself.
+    moved = {id(counter_of(inner)): times[id(inner)] for inner in inner_optimizers(optimizer)}
+    return list(({id(counter_of(optimizer)): 1} | moved).values())
+
+
+def optimizer_of(name: str, groups: list[Group]) -> keras.Optimizer:
+    """The optimizer of all variables that the updates of a step train; a MultiOptimizer if there are several updates.
+
+    Args:
+        name: of the model, for messages.
+    """
+    inner = list({id(group.optimizer): group.optimizer for group in groups}.values())
+    if len(inner) == 1 and not repeats(groups):
+        return inner[0]
+    by_variable = {id(v): group.optimizer for group in groups for v in group.variables}
+    optimizer = MultiOptimizer(lambda variable: by_variable[id(variable)])
+    prepare_choice(name, optimizer, trained_by(groups))
+    if all(one.built for one in inner):  # the model was trained before
+        optimizer.build(trained_by(groups))
+        counter_of(optimizer).assign(counter_of(inner[0]))
+    return optimizer
 
 
 def has_own_step(model: keras.Model) -> bool:
@@ -247,7 +264,7 @@ def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) 
     """
     graded: dict[int, keras.Variable] = {}
     prepare_process()
-    intercept_updates(optimizers_of(model))
+    intercept_updates(list(optimizers_of(model).values()))
     for method, batch in (("train_step", layout), ("test_step", tested)):
         if batch is None:
             continue
@@ -275,19 +292,18 @@ def _data(layout: Layout, leaves: list[tf.Tensor]) -> Any:
     return keras.utils.pack_x_y_sample_weight(*layout.pack(leaves))
 
 
-def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
-    """The optimizers among the attributes of a model, also in lists and dicts."""
-    found: dict[int, keras.Optimizer] = {}
-    queue = list(vars(model).values())
+def optimizers_of(model: keras.Model) -> dict[str, keras.Optimizer]:
+    """The optimizers in the attributes of a model, also in lists and dicts, such as "d_optimizer" and "several/0"."""
+    found: dict[int, tuple[str, keras.Optimizer]] = {}
+    queue = list(vars(model).items())
     while queue:
-        value = queue.pop()
+        name, value = queue.pop()
         if isinstance(value, keras.Optimizer):
-            found[id(value)] = value
-        elif isinstance(value, dict):
-            queue += value.values()
-        elif isinstance(value, list | tuple):
-            queue += value
-    return list(found.values())
+            found.setdefault(id(value), (name, value))
+        elif isinstance(value, dict | list | tuple):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            queue += [(f"{name}/{key}", part) for key, part in parts]
+    return dict(found.values())
 
 
 def _counts(model: keras.Model) -> dict[str, Any]:

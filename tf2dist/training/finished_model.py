@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import keras
@@ -24,8 +24,11 @@ from tf2dist.checkpoint.state import LOSS_SCALE, Named, assign, differences, nam
 from tf2dist.errors import CheckpointError, reason_of
 from tf2dist.files import write_whole
 from tf2dist.linux import free_memory
+from tf2dist.model import own_step
 from tf2dist.model.optimizer_checks import prepare_choice
+from tf2dist.model.own_step import Group, OwnStep, optimizers_of
 from tf2dist.model.saved import WEIGHTS
+from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables, large_table_of, put
 from tf2dist.tf_internals import (
@@ -42,23 +45,33 @@ MODEL_FILE, DESCRIPTION = "model.keras", "model.json"
 TEMPORARY = ".part-model"  # a folder in the run directory
 COPIED_BYTES = 1 << 20  # at a time
 Warn = Callable[[str], None]
+NamedGroup = tuple[str, list[str]]  # the attribute of an optimizer, and the names of variables that an update trains
 
 
-def describe(run_dir: Path, model: keras.Model, new_optimizer: Callable[[], keras.Optimizer], warn: Warn) -> None:
+def describe(
+    run_dir: Path,
+    model: keras.Model,
+    new_optimizer: Callable[[], keras.Optimizer],
+    warn: Warn,
+    groups: Sequence[NamedGroup] = (),
+) -> None:
     """Writes model.json at the start of a run, and removes the finished model of an earlier run.
 
     Args:
         model: compiled, with any optimizer.
         new_optimizer: makes an optimizer like that of the run.
         warn: called if the file cannot be written, which does not end the run.
+        groups: see `named_groups`.
     """
     try:
         # Until this run ends, its newest checkpoint is the model; a file from before would be taken for it.
         (run_dir / MODEL_FILE).unlink(missing_ok=True)
         config = keras.saving.serialize_keras_object(model)
-        # The model of the loop is compiled for its losses and metrics; its optimizer need not be that of the run.
-        config["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(new_optimizer())
-        text = json.dumps({"variables": list(saved_variables(model)), "model": config}, indent=1)
+        if not groups:
+            # The model of the loop is compiled for its losses and metrics; its optimizer need not be that of the run.
+            config["compile_config"]["optimizer"] = keras.saving.serialize_keras_object(new_optimizer())
+        content = {"variables": list(saved_variables(model)), "updates": groups, "model": config}
+        text = json.dumps(content, indent=1)
         write_whole(run_dir / DESCRIPTION, text + "\n")
     except Exception as error:  # get_config of the user's layers may raise anything
         warn(f"{DESCRIPTION} could not be written ({_reason(error)}); load_model will need the end of the run")
@@ -72,6 +85,7 @@ def write_model(
     num_updates: int,
     build: Callable[[], keras.Model],
     warn: Warn,
+    groups: Sequence[NamedGroup] = (),
 ) -> None:
     """Writes model.keras at the end of a run, whole or not at all.
 
@@ -79,9 +93,10 @@ def write_model(
         trained: the model of the run, whose variables may lie on parameter servers, with its final weights.
         optimizer: any optimizer of the run, for its learning rate.
         read_arrays: reads all variables of the run by name; tables may be mapped from a file.
-        num_updates: how many the optimizer has applied.
+        num_updates: how many steps the optimizer has counted.
         build: makes a new compiled model like `trained`, with plain variables in this process.
         warn: called if the file cannot be written, which does not end the run.
+        groups: see `named_groups`.
     """
     folder = run_dir / TEMPORARY
     try:
@@ -98,14 +113,14 @@ def write_model(
         tables = Tables(folder / "tables")
         with tf.device("CPU:0"), tables.in_use():
             model = build()
-            if not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
-            fill(model, names, arrays, num_updates)
+            if filled := fill(model, names, arrays, num_updates, groups):
+                _set_rates(filled, optimizer)
+            del filled  # which refers to the variables
             del arrays  # with the files from which tables are mapped
-            _set_rates(model.optimizer, optimizer)
             copy_names(model, trained)
-            named = trained.trainable_variables  # a MultiOptimizer has to find the variables by their new names
-            prepare_choice(model.name, model.optimizer, model.trainable_variables, named)
+            if model.optimizer:  # a MultiOptimizer has to find the variables by their new names
+                named = trained.trainable_variables
+                prepare_choice(model.name, model.optimizer, model.trainable_variables, named)
             # Not zipped by Keras, which would first hold all weights in memory once more.
             keras.saving.save_model(model, folder / "unzipped", zipped=False)
         tables.write_into(folder / "unzipped" / WEIGHTS)
@@ -161,8 +176,44 @@ def saved_variables(model: keras.Model) -> Named:
     return named_variables(model, [*model.trainable_variables, *others], [])
 
 
-def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], step: int) -> None:
-    """Puts the arrays of a run into a model and its built optimizer, and sets the optimizer's count of updates.
+def named_groups(step: Step) -> list[NamedGroup]:
+    """What each update of a model's own step trains, for model.json; empty if the step is that of Keras."""
+    if not isinstance(step, OwnStep):
+        return []
+    attributes = {id(optimizer): name for name, optimizer in optimizers_of(step.model).items()}
+    names = {id(variable): name for name, (variable,) in saved_variables(step.model).items()}
+    return [(attributes[id(group.optimizer)], [names[id(v)] for v in group.variables]) for group in step.groups]
+
+
+def _built_optimizer(
+    model: keras.Model, variables: dict[str, keras.Variable], groups: Sequence[NamedGroup]
+) -> tuple[keras.Optimizer | None, list[int]]:
+    """The optimizer of a run's model, built, and how much a step moves its counters; None if it lacks one of the run.
+
+    Args:
+        variables: of the model, by their names in the run.
+    """
+    if not groups:
+        model.optimizer.build(model.trainable_variables)
+        return model.optimizer, [1] * len(counters_of(model.optimizer))
+    optimizers = optimizers_of(model)
+    if any(owner not in optimizers for owner, _ in groups):  # its class gives a loaded model none
+        return None, []
+    trained = [Group(optimizers[owner], [variables[name] for name in names]) for owner, names in groups]
+    optimizer = own_step.optimizer_of(model.name, trained)
+    # Keras builds `model.optimizer` for all variables when it loads a model.
+    optimizer.build(model.trainable_variables if optimizer is model.optimizer else own_step.trained_by(trained))
+    return optimizer, own_step.updates_per_step(optimizer, trained)
+
+
+def fill(
+    model: keras.Model,
+    names: list[str],
+    arrays: dict[str, np.ndarray],
+    step: int,
+    groups: Sequence[NamedGroup] = (),
+) -> keras.Optimizer | None:
+    """Puts the arrays of a run into a model and its optimizer, which it returns, and sets the counts of updates.
 
     Keras numbers unnamed layers separately in each process, and may put the name of the model in front:
     "sequential_1/dense_3/kernel" there can be "dense/kernel" here. So variables are matched by their order.
@@ -170,6 +221,7 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
     Args:
         names: of the model's variables in the run, in the order of `saved_variables`.
         arrays: by their names in the run. Those of the optimizer are left out if this one has no such variable.
+        groups: see `named_groups`.
     """
     here = saved_variables(model)
     run_shapes = {name: array.shape for name, array in arrays.items() if name.startswith(MODEL)}
@@ -181,14 +233,17 @@ def fill(model: keras.Model, names: list[str], arrays: dict[str, np.ndarray], st
         raise CheckpointError(f"the model is another one: {'; '.join(problems)}")
     variables = [copies[0] for copies in here.values()]
     renamed = dict(zip(here, names, strict=True))
-    by_name = named_variables(model, variables, [model.optimizer])
+    optimizer, per_step = _built_optimizer(model, dict(zip(names, variables, strict=True)), groups)
+    by_name = named_variables(model, variables, [optimizer] if optimizer else [])
     by_name = {_renamed(name, renamed): copies for name, copies in by_name.items()}
     arrays = {name: array for name, array in arrays.items() if name in by_name}
     assign(by_name, {name: array for name, array in arrays.items() if not put(by_name[name][0], array)})
     # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
     has_count = any(name.startswith(LOSS_SCALE) for name in arrays)
-    for counter in counters_of(model.optimizer) if not has_count else []:
-        counter.assign(step)
+    if optimizer and not has_count:
+        for counter, times in zip(counters_of(optimizer), per_step, strict=True):
+            counter.assign(times * step)
+    return optimizer
 
 
 def names_in_files(model: keras.Model, arrays: dict[str, np.ndarray]) -> set[str]:

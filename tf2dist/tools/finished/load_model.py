@@ -26,6 +26,7 @@ from tf2dist.training.finished_model import (
     MODEL,
     MODEL_FILE,
     OPTIMIZER,
+    NamedGroup,
     fill,
     lack_of_memory,
     may_be_in_file,
@@ -104,10 +105,10 @@ def _load(
 def _from_checkpoint(folder: Path, step: int | None, objects: dict[str, Any], tables: Tables | None) -> keras.Model:
     snapshot = _snapshot(folder, step)
     arrays = {name: array for name, array in snapshot.arrays.items() if name.startswith((MODEL, OPTIMIZER))}
-    names, config = _description(folder / DESCRIPTION)
+    names, groups, config = _description(folder / DESCRIPTION)
     has_large_tables = any(may_be_in_file(name, array) for name, array in arrays.items())
     if tables and has_large_tables and (without := without_optimizer(config, objects)):
-        config = without
+        config, groups = without, []
         arrays = {name: array for name, array in arrays.items() if name.startswith(MODEL)}
     in_files = {name: array.nbytes for name, array in arrays.items() if tables and may_be_in_file(name, array)}
     _check_memory(folder, [array.nbytes for name, array in arrays.items() if name not in in_files], tables)
@@ -117,7 +118,7 @@ def _from_checkpoint(folder: Path, step: int | None, objects: dict[str, Any], ta
             stack.enter_context(tables.in_use())
         model = _built(folder / DESCRIPTION, config, objects)
         try:
-            fill(model, names, arrays, snapshot.num_updates)
+            fill(model, names, arrays, snapshot.num_updates, groups)
         except CheckpointError as error:
             raise CheckpointError(f"run_dir ({folder}): {error}; name another directory") from None
     return model
@@ -186,23 +187,26 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
         raise CheckpointError(f"step ({step}): {path} is damaged ({error}); choose another one") from None
 
 
-def _description(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """The names of the variables and the configuration of the model that model.json describes."""
+def _description(path: Path) -> tuple[list[str], list[NamedGroup], dict[str, Any]]:
+    """The names of the variables, what updates train, and the configuration of the model that model.json describes."""
     try:
         with open_to_read(path) as file:
             content = json.load(file)
-        return list(map(str, content["variables"])), dict(content["model"])
+        # Runs of before have no groups.
+        groups = [(str(owner), list(map(str, trained))) for owner, trained in content.get("updates", [])]
+        return list(map(str, content["variables"])), groups, dict(content["model"])
     except FileNotFoundError:
         raise CheckpointError(
             f"run_dir ({path.parent}): has no {path.name}, which a run writes when it starts; the same command with "
             "run_dir resumes the run from its checkpoint and writes it"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:  # of JSON of any content
+    # Of JSON of any content.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, error) from None
 
 
 def _built(path: Path, config: dict[str, Any], custom_objects: dict[str, Any]) -> keras.Model:
-    """The model of a configuration, with initial weights and a built optimizer.
+    """The model of a configuration, with initial weights.
 
     Args:
         path: of model.json.
@@ -210,8 +214,6 @@ def _built(path: Path, config: dict[str, Any], custom_objects: dict[str, Any]) -
     model = _loaded(path, lambda: keras.saving.deserialize_keras_object(config, custom_objects=custom_objects))
     if not isinstance(model, keras.Model) or not model.built or not getattr(model, "optimizer", None):
         raise CheckpointError(f"{path}: describes no compiled model; name another directory")
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
     return model
 
 

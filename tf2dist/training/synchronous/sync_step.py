@@ -23,7 +23,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import TaskLostError
 from tf2dist.model import support
 from tf2dist.model.batch_attention import Exchange, exchanging
-from tf2dist.model.own_step import OwnStep
+from tf2dist.model.own_step import OwnStep, optimizers_in
 from tf2dist.model.packing import Buckets, narrow_dtype
 from tf2dist.model.step import Step, StepOutput, step_place
 from tf2dist.tf_internals import counter_of, outside_strategies
@@ -350,7 +350,7 @@ class PhasedStep(SyncStep):
         super().prepare_graph(config)
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._of_updates = [Buckets(group.variables, 0, tf.float32, narrow) for group in self.step.groups]
-        self._optimizers = self.step.optimizers_in(self.optimizer)
+        self._optimizers = optimizers_in(self.optimizer, self.step.groups)
         # What a snapshot tells is the number of steps, in each of which an optimizer may be applied more than once.
         for inner, times in Counter(self._optimizers).items():
             counter_of(inner).assign(times * counter_of(inner))
