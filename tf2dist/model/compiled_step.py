@@ -1,7 +1,7 @@
 """The step of a compiled model: forward pass, loss, gradients and metrics, as in the `train_step` of Keras."""
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -37,8 +37,9 @@ class ForwardTrace(NamedTuple):
 
     Attributes:
         outputs: symbolic tensors, in whatever structure the model returns them.
-        ungraded: the trainable variables that get no gradient, if the call has custom gradients.
-        unreached: the trainable variables to which no gradient leads, as far as the operations of the graph tell.
+        has_custom_gradients: whether the call has any, which may hide variables.
+        without_gradient: the trainable variables that get no gradient, or one of zero; without custom gradients as far
+            as the operations of the graph tell.
         has_scalar_loss: whether a loss returns one number for a whole batch.
         is_masked: whether a loss leaves out parts of the outputs.
         has_lengths: whether a loss has a value for each place of a sequence, and batches differ in length.
@@ -48,8 +49,8 @@ class ForwardTrace(NamedTuple):
     """
 
     outputs: Any
-    ungraded: list[keras.Variable]
-    unreached: list[keras.Variable]
+    has_custom_gradients: bool
+    without_gradient: list[keras.Variable]
     has_scalar_loss: bool
     is_masked: bool
     has_lengths: bool
@@ -68,6 +69,7 @@ class CompiledStep(Step):
 
     Attributes:
         forward_trace: what the forward pass shows.
+        hidden: the trainable variables that get no gradient here, and one in the step of `keras.Model.fit`.
     """
 
     forward_trace: ForwardTrace
@@ -81,7 +83,9 @@ class CompiledStep(Step):
         reductions = [getattr(loss, "reduction", None) for loss in self.losses]
         self.sums_losses = "sum" in reductions and not self.has_own_loss
         self.keep(self.traced(self._run))
-        by_keras = self._by_keras(self.forward_trace.unreached)
+        by_keras = self._by_keras(self.forward_trace.without_gradient)
+        is_certain = self.forward_trace.has_custom_gradients
+        self.hidden = [v for v, gradients in by_keras if is_certain and not all(map(is_zero, gradients))]
         if left_out := {id(variable) for variable, gradients in by_keras if all(one is None for one in gradients)}:
             # As in Keras no optimizer touches them, whatever it does to weights with a gradient of zero.
             self.divide_variables([v for v in self.trainable if id(v) not in left_out])
@@ -276,20 +280,21 @@ class CompiledStep(Step):
         with CallScope(mapping, self.trainable) as scope:
             with tf.GradientTape() as tape:
                 forward = self._forward(leaves, training=True)
-            # Of other models the gradients are not traced here, which takes a third of the time of a deep one.
-            ungraded = []
-            if scope.has_custom_gradients:  # which may hide variables, and compute layers again, with random numbers
+            if scope.has_custom_gradients:  # which may compute layers again, with random numbers
                 gradients = tape.gradient(forward.loss, self.trainable)
-                ungraded = [v for v, g in zip(self.trainable, gradients, strict=True) if is_zero(g)]
-            with_gradient = {operation.name for operation in origins_of(forward.loss, passes_gradient)}
+                without_gradient = [v for v, g in zip(self.trainable, gradients, strict=True) if is_zero(g)]
+            else:  # to trace the gradients, too, takes a third of the time of a deep model
+                passing = {operation.name for operation in origins_of(forward.loss, passes_gradient)}
+                operations = {id(variable): value.op.name for variable, value in mapping}
+                without_gradient = [v for v in self.trainable if operations[id(v)] not in passing]
             self._update_metrics(forward, forward.loss)
             penalties = list(self.model.losses)
             maskable = [*leaves_of(forward.outputs), *(value for _, value in forward.loss_values)]
         reached = reached_from(*leaves)
         self.forward_trace = ForwardTrace(
             outputs=forward.outputs,
-            ungraded=ungraded,
-            unreached=self._without(with_gradient, mapping),
+            has_custom_gradients=scope.has_custom_gradients,
+            without_gradient=without_gradient,
             has_scalar_loss=any(not value.shape.rank for _, value in forward.loss_values),
             is_masked=any(mask_of(tensor) is not None for tensor in maskable),
             has_lengths=self._has_lengths([value for _, value in forward.loss_values]),
@@ -298,16 +303,6 @@ class CompiledStep(Step):
             batch_metrics=self.metrics_of_batches(scope, mapping, leaves),
         )
         return scope
-
-    def _without(self, with_gradient: Collection[str], mapping: Mapping) -> list[keras.Variable]:
-        """The trainable variables whose values come from none of these operations, but for tables read by rows."""
-        operations = {id(variable): value.op.name for variable, value in mapping}
-        whole = [variable for variable in self.trainable if not self.lookups.is_table(variable)]
-        return [variable for variable in whole if operations[id(variable)] not in with_gradient]
-
-    def graded_by_keras(self, variables: list[keras.Variable]) -> list[keras.Variable]:
-        """The given trainable variables that have a gradient other than zero in the step of `keras.Model.fit`."""
-        return [variable for variable, gradients in self._by_keras(variables) if not all(map(is_zero, gradients))]
 
     def _by_keras(self, variables: list[keras.Variable]) -> list[tuple[keras.Variable, list[tf.Tensor | None]]]:
         """Variables with the gradients of their parts in the step of `keras.Model.fit`, by a trace."""

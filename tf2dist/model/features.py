@@ -140,7 +140,7 @@ BYPASSED = Feature(
 UNGRADED = Feature(
     "losses",
     "variables that a function with a custom gradient trains in Keras alone",
-    lambda step: _first(step.graded_by_keras(step.forward_trace.ungraded)) if step.forward_trace.ungraded else None,
+    lambda step: _first(step.hidden),
 )
 NO_REDUCTION = Feature("losses", "a loss without a reduction", lambda step: _when({None, "none"} & _reductions(step)))
 SUM_BESIDE = Feature(
