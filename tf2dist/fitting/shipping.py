@@ -37,7 +37,8 @@ from tf2dist.files import raising, write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.linux import without_warnings
 from tf2dist.model.copies import lost_in_copy
-from tf2dist.model.own_step import has_own_step, optimizers_of
+from tf2dist.model.optimizer_checks import has_trained
+from tf2dist.model.own_step import optimizers_of
 from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer, texts_in
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.tables_in_files import Tables
@@ -193,18 +194,9 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
             "its compile is its own, and Keras does not call it when it loads the model; give "
             "its class get_compile_config and compile_from_config, or give a function that builds and compiles it"
         )
-    if has_own_step(model) and _optimizer_state(copy) != _optimizer_state(model):
-        raise FitError(
-            "its optimizers have trained before, and Keras does not save their state; give a "
-            "function that builds and compiles it anew, with more epochs and the run_dir to go on"
-        )
-    has_scale = [isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer) for each in (model, copy)]
-    if has_scale == [False, True]:
-        raise FitError(
-            "was compiled with auto_scale_loss=False, which Keras does not save; give a function that builds it instead"
-        )
-    if not has_own_step(model):
-        _check_copied_optimizer(model.optimizer, copy.optimizer)
+    copied = optimizers_of(copy)
+    for name, optimizer in optimizers_of(model).items():
+        _check_copied_optimizer(name, optimizer, copied.get(name))
     if lost := lost_in_copy(model, copy):
         kind, key = lost[0].__name__, lost[1]
         way = f"give {kind} a get_config with {key} and an __init__ that takes it"
@@ -227,23 +219,27 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
         )
 
 
-def _check_copied_optimizer(optimizer: keras.Optimizer | None, copied: keras.Optimizer | None) -> None:
-    """Refuses an optimizer that Keras has loaded as another one, or without its state."""
-    if type(optimizer) is not type(copied):
+def _check_copied_optimizer(name: str, optimizer: keras.Optimizer, copied: keras.Optimizer | None) -> None:
+    """Refuses an optimizer that Keras has loaded as another one, or without its state.
+
+    Args:
+        name: of the model's attribute.
+    """
+    if copied is None or type(optimizer) is not type(copied):
         raise FitError(
-            f"its optimizer is {kind_of(optimizer)}, and {kind_of(copied)} when Keras loads the model; compile it "
-            "under the dtype policy that is set now, or give a function that builds it"
+            f"its {name} is {kind_of(optimizer)}, and {kind_of(copied)} when Keras loads the model; compile it under "
+            "the dtype policy that is set now and without auto_scale_loss=False, or give a function that builds it"
         )
-    if optimizer is None or copied is None or not optimizer.built:
+    if not has_trained(optimizer):
         return
     if len(optimizer.variables) != len(copied.variables):
         raise FitError(
-            "its optimizer was made when other layers were to be trained, and Keras does not load its state; compile "
-            "the model again, or give a function that builds it"
+            f"its {name} has {len(optimizer.variables)} variables, and {len(copied.variables)} when Keras loads the "
+            "model, which leaves out its state; compile the model again, or give a function that builds it"
         )
     if (place := _first_other(optimizer.variables, copied.variables)) is not None:
         raise FitError(
-            f"Keras does not load {optimizer.variables[place].path} of its optimizer as it has saved it; give a "
+            f"Keras does not load {optimizer.variables[place].path} of its {name} as it has saved it; give a "
             "function that builds the model"
         )
 
@@ -251,12 +247,6 @@ def _check_copied_optimizer(optimizer: keras.Optimizer | None, copied: keras.Opt
 def _trained_places(model: keras.Model) -> list[bool]:
     trained = set(map(id, model.trainable_weights))
     return [id(weight) in trained for weight in model.weights]
-
-
-def _optimizer_state(model: keras.Model) -> list[list[Any]]:
-    """The state of the optimizers that have trained a model, in an order of their own."""
-    trained = [optimizer for optimizer in optimizers_of(model).values() if int(optimizer.iterations.numpy())]
-    return sorted([np.array(variable.value).tolist() for variable in one.variables] for one in trained)
 
 
 def _optimizer_numbers(model: keras.Model) -> list[int]:

@@ -37,6 +37,12 @@ def _check_inner(name: str, outer: keras.Optimizer, inner: Any) -> None:
         )
 
 
+def has_trained(optimizer: keras.Optimizer) -> bool:
+    """Whether an optimizer has a state with which a run goes on."""
+    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # which may differ without an update
+    return bool(optimizer.built and (has_scale or int(optimizer.iterations.numpy())))
+
+
 def prepare_choice(
     name: str, optimizer: keras.Optimizer, variables: list[keras.Variable], named: list[keras.Variable] | None = None
 ) -> None:

@@ -294,16 +294,16 @@ def _data(layout: Layout, leaves: list[tf.Tensor]) -> Any:
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.Optimizer]:
     """The optimizers in the attributes of a model, also in lists and dicts, such as "d_optimizer" and "several/0"."""
-    found: dict[int, tuple[str, keras.Optimizer]] = {}
+    found: dict[str, keras.Optimizer] = {}
     queue = list(vars(model).items())
     while queue:
         name, value = queue.pop()
         if isinstance(value, keras.Optimizer):
-            found.setdefault(id(value), (name, value))
+            found[name] = value
         elif isinstance(value, dict | list | tuple):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             queue += [(f"{name}/{key}", part) for key, part in parts]
-    return dict(found.values())
+    return found
 
 
 def _counts(model: keras.Model) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tf2dist.errors import ConfigError, naming
 from tf2dist.model import model_checks, own_step, support
 from tf2dist.model.builtin import build_model, build_optimizer
 from tf2dist.model.compiled_step import CompiledStep, has_own_loss
-from tf2dist.model.optimizer_checks import check_copy, check_optimizer, prepare_choice
+from tf2dist.model.optimizer_checks import check_copy, check_optimizer, has_trained, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.shards import all_parts
 from tf2dist.model.step import Step
@@ -142,8 +142,7 @@ def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple
 
 def _take_earlier(step: Step, optimizer: keras.Optimizer) -> None:
     """A model that was trained before goes on with its optimizer's slots and schedule, as in `Model.fit`."""
-    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)  # which may differ without an update
-    if optimizer.built and (has_scale or int(optimizer.iterations.numpy())):
+    if has_trained(optimizer):
         step.earlier_optimizer = optimizer
 
 
