@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,27 +192,13 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
 
     # What all workers share: the snapshot that the leader has read, the plan of the run, the connections.
     batch_size = workers.batch_size_per_replica(config.train.batch_size_per_worker)
-    replicas = workers.num_replicas
     start = workers.broadcast_start(start)
-    plan = RunPlan.of(context, "sync", replicas, batch_size, start)
+    plan = RunPlan.of(context, "sync", workers.num_replicas, batch_size, start)
     origin = Origin.of(plan.start, plan.sharding, workers.count)
     all_reduce = workers.make_all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
 
-    # The model and the optimizer. Every worker has its own, outside of the strategy, so that a Keras optimizer does
-    # all that it does in a single process. What must be equal everywhere is made so here and in each step.
-    step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
-    _check(source.name, config, step, plan.sharding, replicas)
-    notes = [check_batches(source.name, step, splits) if replicas > 1 else ""]
-    new_optimizer = functools.partial(make_optimizer, plan.target_step)
-    optimizer = new_optimizer()
-    if isinstance(start, Weights):
-        support.check_optimizer(support.INIT_FROM, optimizer)
-    optimizer.build(step.trainable)
-    graph_class = step_class(source.name, config.algorithm, step)
     has_any_batches = bool(splits.stream) and gathers_one_length(workers, all_reduce)
-    notes.append(choose_rows(context, step, optimizer, _why_no_rows(config, optimizer, graph_class, has_any_batches)))
-    graph_class.check(source.name, config, workers, splits, step, optimizer)
-    _take_loss_scale(step, optimizer)
+    step, new_optimizer, optimizer, graph_class, note = _trained(context, workers, plan, start, has_any_batches)
 
     # The same values everywhere.
     synchronize = functools.partial(synchronize_initial_state, config, splits, optimizer, workers)
@@ -241,7 +227,7 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
         new_optimizer=new_optimizer,
         earlier_updates=earlier,
         values=values,
-        note="; ".join(filter(None, notes)),
+        note=note,
         sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
         workers=workers,
         origin=origin,
@@ -250,6 +236,37 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
         feed=feed,
         graphs=graphs,
     )
+
+
+def _trained(
+    context: TaskContext,
+    workers: Workers,
+    plan: RunPlan,
+    start: Snapshot | Weights | None,
+    has_any_batches: bool,
+) -> tuple[Step, Callable[[], keras.Optimizer], keras.Optimizer, type[SyncStep], str]:
+    """The step of the model, what makes its optimizers, one of them, built, the class of the steps, and a note.
+
+    Every worker has its own, outside of the strategy, so that a Keras optimizer does all that it does in a single
+    process.
+
+    Args:
+        has_any_batches: see `_why_no_rows`.
+    """
+    config, source, splits, replicas = context.config, context.source, context.splits, workers.num_replicas
+    step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
+    _check(source.name, config, step, plan.sharding, replicas)
+    notes = [check_batches(source.name, step, splits) if replicas > 1 else ""]
+    new_optimizer = functools.partial(make_optimizer, plan.target_step)
+    optimizer = new_optimizer()
+    if isinstance(start, Weights):
+        support.check_optimizer(support.INIT_FROM, optimizer)
+    optimizer.build(step.trainable)
+    graph_class = step_class(source.name, config.algorithm, step)
+    notes.append(choose_rows(context, step, optimizer, _why_no_rows(config, optimizer, graph_class, has_any_batches)))
+    graph_class.check(source.name, config, workers, splits, step, optimizer)
+    _take_loss_scale(step, optimizer)
+    return step, new_optimizer, optimizer, graph_class, "; ".join(filter(None, notes))
 
 
 def _take_loss_scale(step: Step, optimizer: keras.Optimizer) -> None:
