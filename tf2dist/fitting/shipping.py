@@ -38,7 +38,7 @@ from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.linux import without_warnings
 from tf2dist.model.copies import lost_in_copy
 from tf2dist.model.optimizer_checks import has_trained
-from tf2dist.model.own_step import optimizers_of
+from tf2dist.model.own_step import has_own_step, optimizers_of
 from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer, texts_in
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.tables_in_files import Tables
@@ -196,7 +196,8 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
         )
     copied = optimizers_of(copy)
     for name, optimizer in optimizers_of(model).items():
-        _check_copied_optimizer(name, optimizer, copied.get(name))
+        if name == "optimizer" or has_own_step(model):
+            _check_copied_optimizer(name, optimizer, copied.get(name))
     if lost := lost_in_copy(model, copy):
         kind, key = lost[0].__name__, lost[1]
         way = f"give {kind} a get_config with {key} and an __init__ that takes it"
