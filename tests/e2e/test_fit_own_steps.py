@@ -118,7 +118,9 @@ def test_a_model_is_sent_if_keras_can_save_it(tmp_path: Path) -> None:
     model = Saved()
     given: dict[str, Any] = {"mode": "sync", "cluster": tf2dist.Local(workers=1), "batch_size": 20}
     fit(model, tmp_path / "run", **given)
-    assert_alike(tf2dist.load_model(tmp_path / "run", custom_objects={"Saved": Saved}), model)
+    for step in (None, 6):
+        assert_alike(tf2dist.load_model(tmp_path / "run", step, custom_objects={"Saved": Saved}), model)
+    assert int(tf2dist.load_model(tmp_path / "run", 6, {"Saved": Saved}).d_optimizer.iterations) == 6
     with pytest.raises(tf2dist.ConfigError, match=r"model \(saved\): its d_optimizer has 10 variables, and 2 when"):
         fit(model, tmp_path / "again", **given)
     with pytest.raises(tf2dist.ConfigError, match=r"model \(gan.*\): .*; give .*a function that builds"):

@@ -171,7 +171,9 @@ def test_the_optimizers_of_a_step_of_ones_own_are_those_that_it_applies(tmp_path
     # A class may give a loaded model no such optimizer.
     description = tmp_path / DESCRIPTION
     owner = "others/0" if several else "optimizer"
-    description.write_text(description.read_text().replace(f'"{owner}",', '"gone",'))
+    text = description.read_text()
+    assert f'"{owner}",' in text
+    description.write_text(text.replace(f'"{owner}",', '"gone",'))
     assert_same_values(tf2dist.load_model(tmp_path, 6).weights, model.weights)
 
 

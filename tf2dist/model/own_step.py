@@ -295,7 +295,7 @@ def _data(layout: Layout, leaves: list[tf.Tensor]) -> Any:
 def optimizers_of(model: keras.Model) -> dict[str, keras.Optimizer]:
     """The optimizers in the attributes of a model, also in lists and dicts, such as "d_optimizer" and "several/0"."""
     found: dict[str, keras.Optimizer] = {}
-    queue = list(vars(model).items())
+    queue = [(name, value) for name, value in vars(model).items() if not name.startswith("_self_")]  # TensorFlow's own
     while queue:
         name, value = queue.pop()
         if isinstance(value, keras.Optimizer):

@@ -212,7 +212,9 @@ def _built(path: Path, config: dict[str, Any], custom_objects: dict[str, Any]) -
         path: of model.json.
     """
     model = _loaded(path, lambda: keras.saving.deserialize_keras_object(config, custom_objects=custom_objects))
-    if not isinstance(model, keras.Model) or not model.built or not getattr(model, "optimizer", None):
+    # One without a `call`, as of a GAN, is never built; its networks are.
+    is_built = isinstance(model, keras.Model) and (model.built or model.weights)
+    if not is_built or not getattr(model, "optimizer", None):
         raise CheckpointError(f"{path}: describes no compiled model; name another directory")
     return model
 
