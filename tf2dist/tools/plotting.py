@@ -270,7 +270,6 @@ def _set_axes(by_step: Axes, by_time: Axes) -> None:
             axes.set_xlim(low - 1, high + 1)
         axes.xaxis.set_major_locator(MaxNLocator(4 if axes is by_step else 6, integer=axes is by_step))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}" if axes is by_time else "{x:,.0f}"))
-        axes.yaxis.set_major_locator(MaxNLocator(6))
 
 
 def _set_scale(both: tuple[Axes, Axes], name: str, curves: list[np.ndarray]) -> str:
