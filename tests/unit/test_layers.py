@@ -296,6 +296,18 @@ def codecs(package: Path) -> list[str]:
     return found
 
 
+def converted(package: Path) -> list[str]:
+    """Modules with code that AutoGraph would convert, which takes time and leaves what it has generated in /tmp."""
+    found = []
+    for module, path in modules(package).items():
+        nodes = list(ast.walk(tree(path)))
+        uses = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) == "tf.function"]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and node.func in uses]
+        plain = [call for call in calls if "autograph=False" in map(ast.unparse, call.keywords)]
+        found += [module] if len(uses) > len(plain) else []
+    return found
+
+
 FOREIGN_MODULE = re.compile(r"(tensorflow\.(python|compiler|core)|keras\.src|tensorflow_datasets\.core)\b")
 # Private attributes, such as "_momentums", but no keys of Hydra's, such as "_target_"; modules; environment variables.
 FOREIGN_TEXT = re.compile(
@@ -304,6 +316,7 @@ FOREIGN_TEXT = re.compile(
 )
 RULES = {
     "one codec reads trees": codecs,
+    "AutoGraph converts nothing": converted,
     "no arrow runs up": upward,
     "no circle": circles,
     "what starts fast reaches no TensorFlow": reach_tensorflow,
@@ -324,6 +337,9 @@ def test_the_package_keeps_the_rule(rule: str) -> None:
 BREAKS = [
     ("one codec reads trees", "launch/sweep.py", "from dataclasses import fields"),
     ("one codec reads trees", "checkpoint/snapshot.py", "import yaml\nyaml.safe_load('')"),
+    ("AutoGraph converts nothing", "model/step.py", "CALL = tf.function(print)"),
+    ("AutoGraph converts nothing", "model/step.py", "CALL = tf.function(print, autograph=True)"),
+    ("AutoGraph converts nothing", "model/step.py", "@tf.function\ndef late():\n    pass"),
     ("no arrow runs up", "cluster/spec.py", "from tf2dist.launch import console"),
     ("no arrow runs up", "config/schema.py", "def late():\n    from tf2dist.cluster import spec"),
     ("no arrow runs up", "checkpoint/store.py", "from tf2dist.hosts import meeting"),

@@ -70,7 +70,7 @@ def _prepare_tapes() -> None:
 
 
 def _prepare_functions() -> None:
-    kind = type(tf.function(lambda: None))
+    kind = type(tf.function(lambda: None, autograph=False))
     call = kind.__call__
 
     @functools.wraps(call)
