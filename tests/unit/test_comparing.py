@@ -212,11 +212,14 @@ def test_a_cell_is_a_number_whose_unit_is_in_the_head(tmp_path: Path) -> None:
     assert heads[-3:] == ["staleness in updates", "dropped gradients in %", "seconds to the first step"]
 
 
-def test_all_time_lines_have_one_axis(tmp_path: Path) -> None:
-    """A step takes from 20 ms with async to 180 ms with sync and a slow worker; 30 of the shortest are shown."""
-    _, results = compared(tmp_path, *SMALL, "until=0.85", secs_per_example=usual_secs)
+@pytest.mark.parametrize(("slower", "millis"), [(1, 30 * 20), (9, 3000)])
+def test_all_time_lines_have_one_axis(tmp_path: Path, slower: int, millis: int) -> None:
+    """A step takes from 20 ms with async to 180 ms with sync and a slow worker; 30 of the shortest or 3 s are shown."""
+    _, results = compared(
+        tmp_path, *SMALL, "until=0.85", secs_per_example=lambda contender, seed: slower * usual_secs(contender, seed)
+    )
     (limits,) = {axes.get_xlim() for axes in draw_timeline(results, False).axes}
-    assert limits == pytest.approx((0, 30 * 20), rel=0.01)
+    assert limits == pytest.approx((0, millis), rel=0.01)
 
 
 def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_plain_output_is_lines_without_control_characters() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_plain_output_has_a_line_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line stays, in a file or a log collector."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with Console(stream := io.StringIO()) as plain:
+        for step in range(1, 25):
+            plain.progress(replace(PROGRESS, step=step))
+            now += 0.5
+        assert [line.partition("/")[0] for line in stream.getvalue().splitlines()] == ["step 11", "step 21"]
+
+
 def test_of_two_runs_in_a_process_one_has_the_live_line() -> None:
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:

@@ -214,6 +214,12 @@ def test_too_many_tasks_for_the_machine() -> None:
     assert levels == {"cores": "warn", "memory": "warn"}
 
 
+@pytest.mark.parametrize(("more", "level"), [(0, "ok"), (1, "warn")])
+def test_a_core_for_each_task_is_enough(more: int, level: str) -> None:
+    cores, _ = findings.processors(1, len(os.sched_getaffinity(0)) + more)
+    assert (cores.topic, cores.level) == ("cores", level)
+
+
 def test_a_check_that_raises_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "versions", lambda: iter([1 // 0]))
     assert only(examined("data=digits"), "warn  doctor: could not look: ZeroDivisionError")

@@ -81,8 +81,10 @@ def test_ports_end_below_those_of_outgoing_connections(ephemeral: Any, first: in
     assert ranks.port_of(count - 1, CONTROL_PORT_SHIFT) + CONTROL_PORT_SHIFT == last
 
 
-def test_too_many_tasks_for_the_ports(ephemeral: Any) -> None:
-    ephemeral(32_768)
+@pytest.mark.parametrize("first", [32_768, 49_152])
+def test_too_many_tasks_for_the_ports(ephemeral: Any, first: int) -> None:
+    """A host that has more ports finds the same as the others."""
+    ephemeral(first)
     place("sync", ["a", "b"] * 768, 0, control_port_shift=20_000)
     with pytest.raises(
         ClusterError, match=r"control_port_shift \(20000\): leaves no port below 32768 for task 769 of a"
