@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "verbose": ({"verbose": 3}, "verbose (3): must be 'auto', 0"),
     "seed": ({"seed": 1.5}, "seed (1.5): must be a whole number"),
     "cluster": ({"cluster": "local"}, "cluster: is a str; give tf2dist.Local"),
-    "workers": ({"cluster": tf2dist.Local(workers=0)}, "workers (0)"),
+    "workers": ({"cluster": tf2dist.Local(workers=0)}, "workers (0): must be a whole number of"),
     "an option of fit": ({"options": {"train.epochs": 3}}, "train.epochs is the argument epochs of fit"),
     "an option of the command": ({"options": ["model=cnn"]}, "model belongs to the command line"),
     "Hydra's name of run_dir": ({"options": ["hydra.run.dir=x"]}, "options: hydra.run.dir belongs to the command line"),

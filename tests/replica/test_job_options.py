@@ -8,6 +8,7 @@ from tf2dist.config.for_fit import VARIABLE
 from tf2dist.errors import ClusterError, FitError
 from tf2dist.fitting import job_options
 from tf2dist.fitting.job_options import of_job
+from tf2dist.fitting.refusals import overrides_of
 from tf2dist.fitting.request import configuration
 
 RANKS = {"TF2DIST_ADDRESSES": "127.0.0.1:12000,127.0.0.1:12001,127.0.0.1:12002,127.0.0.1:12003", "TF2DIST_RANK": "2"}
@@ -56,6 +57,13 @@ def test_the_workers_of_an_engine_can_be_ranks(monkeypatch: pytest.MonkeyPatch) 
 def test_a_host_without_the_cluster_can_be_told_to_fail() -> None:
     with pytest.raises(ClusterError, match="the environment variable TF_CONFIG is not set"):
         configuration("sync", None, None, 0, [], of_job({VARIABLE: "cluster=tf_config"}, "sync"))
+
+
+def test_values_of_python_are_those_of_the_command_line() -> None:
+    given = {"simulate.delay_secs": (0, 0.5, 1), "checkpoint.every_secs": None, "timeline": True, "grace_secs": 7}
+    config, _ = configuration("sync", None, None, 0, overrides_of(given), ["cluster=local"])
+    assert config.simulate.delay_secs == [0.0, 0.5, 1.0]
+    assert (config.checkpoint.every_secs, config.timeline, config.grace_secs) == (None, True, 7.0)
 
 
 @pytest.mark.parametrize(
