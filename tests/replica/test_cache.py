@@ -66,6 +66,18 @@ def test_data_is_decoded_once_and_again_if_the_cache_is_damaged(
     assert sorted(path.name for path in (tmp_path / "cache").rglob("*.*")) == ["images.npy", "labels.npy"]
 
 
+def test_without_a_home_directory_there_is_no_cache(
+    decode: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/cache")
+    monkeypatch.chdir(tmp_path)  # where other libraries take that for the name of a folder
+    for _ in range(2):
+        arrays = mnist.decoded("mnist", (tmp_path / "mnist-train.tfrecord",))
+        np.testing.assert_array_equal(arrays.y, np.arange(500) % 10)
+    assert decode.calls == 2
+    assert not [*tmp_path.rglob("*.npy")]
+
+
 def test_a_cache_that_another_task_writes_during_the_decoding_is_kept(decode: Decode, tmp_path: Path) -> None:
     """Tasks may have mapped its files, and on a network file system a file that is replaced is lost to them."""
     inodes: list[int] = []

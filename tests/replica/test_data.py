@@ -93,6 +93,13 @@ def test_splits_of_different_kinds_are_refused(monkeypatch: Any) -> None:
             data.load(DataConfig(name="broken"))
 
 
+def test_a_mapped_array_of_floats_is_not_copied(tmp_path: Path) -> None:
+    mapped = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (4, 2))
+    found = checked("data (mine)", data.Splits(data.Arrays(mapped, PIXELS[:, 0]), num_classes=None)).train
+    assert isinstance(found.x, np.memmap)
+    assert np.shares_memory(found.x, mapped)
+
+
 @pytest.mark.parametrize("dtype", [np.str_, object])
 def test_data_of_any_structure(dtype: Any) -> None:
     """The structure is kept; leaves are converted as Keras converts them, contiguous, and in this machine's order."""
