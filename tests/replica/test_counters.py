@@ -1,9 +1,21 @@
 """The counters of a ps, and how they are read."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from tf2dist.training.parameter_server.counters import MAX_STALENESS, ONES, Counters, Counts
+from tests.unit.test_saving import facts
+from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.data.passes import Sharding
+from tf2dist.training.parameter_server.counters import (
+    MAX_STALENESS,
+    ONES,
+    STALENESS_ARRAY,
+    TOTALS_ARRAY,
+    AsyncOrigin,
+    Counters,
+    Counts,
+)
 
 NUM_WORKERS, NUM_METRICS = 3, 2
 
@@ -52,6 +64,18 @@ def test_counters_continue_where_another_run_ended() -> None:
     assert (now.totals - begun.totals).tolist() == [[0] * 3, [1, 0, 0], [0] * 3]
     assert (now.metrics - begun.metrics).tolist() == [0, 1]
     assert np.flatnonzero(now.staleness - begun.staleness).tolist() == [3]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_resumed_run_counts_on_unless_it_has_other_workers(num_workers: int) -> None:
+    totals, staleness = np.array([[4, 1.0, 20], [2, 0.5, 10]]), np.arange(MAX_STALENESS + 1)
+    start = Snapshot(6, {TOTALS_ARRAY: totals, STALENESS_ARRAY: staleness}, facts(6))
+    origin = AsyncOrigin.of(start, Sharding(1257, 5, num_workers, 0, False), NUM_METRICS)
+    goes_on = num_workers == len(totals)
+    assert (origin.step, origin.examples, origin.counts.applied) == (6, 60, 6)
+    assert (origin.earlier_steps, origin.earlier_examples) == ((0, 30) if goes_on else (6, 60))
+    assert origin.counts.totals.tolist() == (totals.tolist() if goes_on else [[0] * 3] * num_workers)
+    assert origin.counts.staleness.tolist() == (staleness * goes_on).tolist()
 
 
 def test_an_update_is_counted_by_one_operation_under_an_exclusive_lock() -> None:

@@ -100,8 +100,10 @@ def test_the_last_checkpoint_tells_that_a_goal_has_ended_the_run(tmp_path: Path)
     disk.full = False
     saver = Saver(disk, None, ToLauncher("chief-0", lambda message: None))
     driver = Driver(loop, saver, NoReporter(), ["validation"], Steps, lambda: None)
+    driver.has_changed = True
     driver.save()
     saver.wait()
+    assert (driver.saved_at, driver.has_changed) == (3, False), "the same would be saved again at the end"
     disk.full = True
     driver._length.evaluate()
     assert driver.is_at_end

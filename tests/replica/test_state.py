@@ -14,8 +14,8 @@ from tests.replica.test_epochs import regression
 from tests.replica.test_streams import VALIDATION, Streamed, X, Y, of_rows
 from tests.unit.test_saving import facts, no_more_open_files
 from tf2dist import registry
-from tf2dist.checkpoint.snapshot import Snapshot
-from tf2dist.checkpoint.state import check_same, differences, named_variables, take_over, values
+from tf2dist.checkpoint.snapshot import Snapshot, Weights
+from tf2dist.checkpoint.state import check_same, chosen, differences, named_variables, take_over, values
 from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.load import DEFAULTS
 from tf2dist.data.arrays import Arrays
@@ -65,6 +65,20 @@ def test_each_piece_of_a_table_that_is_read_is_a_sign_of_life() -> None:
     with_table = values({"model/table": [table]}, ["model/table"], progress=lambda: progress.append(1))
     np.testing.assert_array_equal(with_table["model/table"], table)
     assert len(progress) == len(list(row_pieces(table))) > 0
+
+
+def test_the_layers_of_another_run_are_chosen_by_their_whole_names() -> None:
+    arrays = {f"model/{name}/kernel": np.ones([2, 3]) for name in ("hidden1", "block/hidden2", "hidden10")}
+    named = {name: [keras.Variable(array)] for name, array in arrays.items()} | {"model/new/kernel": []}
+    assert chosen(named, Weights(arrays), "hidden[12]").keys() == {"model/hidden1/kernel", "model/block/hidden2/kernel"}
+    assert chosen(named, Weights(arrays), "block").keys() == {"model/block/hidden2/kernel"}
+    assert chosen(named, Weights(arrays), None) == arrays
+    for pattern, says in (
+        ("kernel", r"init_layers \(kernel\): matches no layer there; it has hidden1, hidden10, hidden2"),
+        ("hidden1", r"model/hidden1/kernel is \[5\] there and \[2, 3\] here"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            chosen(named, Weights(arrays | {"model/hidden1/kernel": np.ones(5)}), pattern)
 
 
 def test_differences_name_what_is_missing_extra_or_of_another_shape() -> None:
