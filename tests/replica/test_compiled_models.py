@@ -16,6 +16,7 @@ from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import model_checks, support
+from tf2dist.model.builtin import two_tower
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.evaluation import chunk_size
 from tf2dist.model.source import EpochPlan, MakeOptimizer, build_step, plain_model
@@ -328,9 +329,18 @@ def test_a_model_that_is_compiled_without_an_optimizer_takes_that_of_the_options
     }
 
 
+def test_a_click_is_the_product_of_the_two_towers() -> None:
+    model = two_tower({"user": (), "item": (), "context": (3,)}, None, 5, 7, columns=4)
+    x = {"user": np.array([1, 4]), "item": np.array([0, 6]), "context": np.ones([2, 3], np.float32)}
+    user, item = keras.Model(model.inputs, [model.get_layer(f"{name}_tower").output for name in ("user", "item")])(x)
+    assert user.shape == (2, 4)
+    products = np.sum(user * item, axis=1, keepdims=True)
+    np.testing.assert_allclose(model(x), 1 / (1 + np.exp(-products)), rtol=1e-5)
+
+
 def test_a_model_that_is_not_compiled_needs_class_labels() -> None:
     source, splits = source_and_splits(run_config("softmax"))
-    two_tower, _ = source_and_splits(run_config("two_tower", num_users=5, num_items=5))
+    towers, _ = source_and_splits(run_config("two_tower", num_users=5, num_items=5))
     splits = replace(splits, num_classes=None)
     for each, says in (
         (
@@ -338,7 +348,7 @@ def test_a_model_that_is_not_compiled_needs_class_labels() -> None:
             r"model \(given\): is not compiled, and the data has no classes; compile it with its loss",
         ),
         (
-            two_tower,
+            towers,
             r"model \(two_tower\): takes user, item and context, and the data is .*; register a model that fits",
         ),
         (source, r"model \(softmax\): classifies images, and the data is .*uint8 \[n, 28, 28, 1\].*; register a model"),

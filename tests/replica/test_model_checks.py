@@ -81,7 +81,7 @@ def test_inputs_with_or_without_a_channel_dimension_are_accepted(register: Calla
     def flat(shape: tuple[int | None, ...]) -> keras.Model:
         return keras.Sequential([keras.Input(shape), layers.Reshape([784]), layers.Dense(10)])
 
-    for shape in ((28, 28), (28, 28, 1), (None, None, 1)):
+    for shape in ((28, 28), (28, 28, 1), (28, 28, 1, 1), (None, None, 1)):
         register(registry.MODELS, lambda input_shape, num_classes, shape=shape: flat(shape))
         build_mine()
 
