@@ -64,6 +64,7 @@ def test_the_model_that_was_evaluated(command: Command, mode: str, cluster: list
     assert finished.code == 0, finished
     assert "warning: model" not in finished.stderr, finished
     summary = json.loads((finished.run_dir / "summary.json").read_text())
+    assert (finished.run_dir / "model.keras").is_file(), "without it load_model takes the checkpoint"
 
     model = tf2dist.load_model(finished.run_dir)
     for name, value in evaluated(model).items():
