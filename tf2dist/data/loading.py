@@ -21,7 +21,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.known import IMAGES
 from tf2dist.data.location import digits_file
 from tf2dist.data.mnist import decoded
-from tf2dist.data.splits import MadeUpSplits, NoiselessLabels, Splits, checked
+from tf2dist.data.splits import NoiselessLabels, OwnSplits, Splits, checked
 from tf2dist.errors import DataError, kind_of
 from tf2dist.registry import DATA, call, look_up, register_data
 
@@ -142,7 +142,7 @@ def load_parabola(config: DataConfig, points: int = 200, noise: float = 0.1) -> 
     x = np.linspace(-1, 1, points, dtype=np.float32)[:, None]
     curve = x**2
     train, test = (curve + np.random.default_rng(seed).normal(0, noise, x.shape).astype(np.float32) for seed in (0, 1))
-    return MadeUpSplits(Arrays(x, train), None, Arrays(x, test), num_classes=None, truth=NoiselessLabels(curve, noise))
+    return OwnSplits(Arrays(x, train), None, Arrays(x, test), num_classes=None, truth=NoiselessLabels(curve, noise))
 
 
 @register_data("clicks")
@@ -155,4 +155,4 @@ def load_clicks(config: DataConfig, num_users: int, num_items: int, num_impressi
     aucs = [f"{area_under_curve(*pair):.4f} on the {name} set" for name, pair in evaluated.items() if len(pair[0])]
     train = Arrays(x, y)
     note = f"the AUC of the true probabilities is {', '.join(aucs)}"
-    return MadeUpSplits(train[n:], train[:n], Arrays(test_x, test_y), num_classes=None, note=note)
+    return OwnSplits(train[n:], train[:n], Arrays(test_x, test_y), num_classes=None, note=note)

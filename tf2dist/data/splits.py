@@ -86,17 +86,11 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class StreamedSplits(Splits):
-    """Data of which at least one split comes from a function of the user's."""
+class OwnSplits(Splits):
+    """Data with what a data function of the user's cannot give: streams of `fit`, or facts of data that are made up."""
 
     stream: Stream | None = None
     validation_stream: Stream | None = None
-
-
-@dataclass(frozen=True)
-class MadeUpSplits(Splits):
-    """Data that are drawn at random."""
-
     truth: NoiselessLabels | None = None
     note: str = ""
 
@@ -104,7 +98,7 @@ class MadeUpSplits(Splits):
 def streamed(stream: Stream, validation: Arrays | None, validation_stream: Stream | None = None) -> Splits:
     """The data of a run, without arrays to train on."""
     train = Arrays(*stream.layout.pack(stream.no_examples()))
-    return StreamedSplits(train, validation, num_classes=None, stream=stream, validation_stream=validation_stream)
+    return OwnSplits(train, validation, num_classes=None, stream=stream, validation_stream=validation_stream)
 
 
 def checked(name: str, splits: Splits) -> Splits:

@@ -18,7 +18,7 @@ from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.config.load import load
 from tf2dist.config.schema import PS_MODES, DataConfig, KerasConfig, RunConfig
 from tf2dist.data.arrays import Arrays, Layout, have_same_structure
-from tf2dist.data.splits import Splits, StreamedSplits, streamed
+from tf2dist.data.splits import OwnSplits, Splits, streamed
 from tf2dist.data.stream import Load, Shard, Stream
 from tf2dist.errors import FitError, kind_of
 from tf2dist.fitting import inputs, refusals
@@ -148,7 +148,7 @@ def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tup
         leave_gpus_to_tasks()
         first = Shard(0, num_workers, arguments.seed, config.train.batch_size_per_worker)
         validated_on = validation_stream(splits.layout, arguments.validation_data, plan, first)
-        splits = StreamedSplits(splits.train, None, None, None, splits.stream, validated_on)
+        splits = OwnSplits(splits.train, num_classes=None, stream=splits.stream, validation_stream=validated_on)
     if not plan.validation_batch_size and (validation := splits.validation):
         size = inputs.batch_size_of(arguments.batch_size, len(validation), plan.validation_steps, 1)  # Keras's
         # If that is the size of the training, None stays: the cluster then takes whatever size is fast, unless the

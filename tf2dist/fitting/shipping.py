@@ -30,7 +30,7 @@ import keras
 import numpy as np
 
 from tf2dist.data.arrays import Arrays, Layout
-from tf2dist.data.splits import Splits, StreamedSplits, streamed
+from tf2dist.data.splits import OwnSplits, Splits, streamed
 from tf2dist.data.stream import Stream
 from tf2dist.errors import FitError, TrainingError, kind_of, naming, reason_of
 from tf2dist.files import raising, write_whole
@@ -324,7 +324,7 @@ class ShippedSource:
         if stream:
             return streamed(stream, validation, validation_stream)
         assert train, "a job has arrays or a stream"
-        return StreamedSplits(train, validation, num_classes=None, validation_stream=validation_stream)
+        return OwnSplits(train, validation, num_classes=None, validation_stream=validation_stream)
 
     def _stream(self, split: str) -> Stream | None:
         if not (sent := self._job[split]):
