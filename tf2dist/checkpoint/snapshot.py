@@ -37,7 +37,7 @@ Size = Annotated[int, WHOLE_NUMBERS[1:]]
 
 @dataclass(frozen=True)
 class ShardingFacts:
-    """How the training set was divided into batches; see `passes.Sharding` and `AggregatedSharding`."""
+    """How the training set was divided into batches; see `passes.Sharding`."""
 
     num_examples: Size
     batch_size: Size

@@ -58,6 +58,7 @@ class Sharding:
         whole_batch_loss: whether a step is a batch of every replica (sync), over which the loss is the mean, or the
             batch of one worker (async).
         shuffle: whether a pass has a permutation of its own; otherwise it has the order of the arrays.
+        replicas_to_aggregate: with mode=sync_replicas, the batches of an update, if they are not one of every worker.
     """
 
     num_examples: int
@@ -66,6 +67,7 @@ class Sharding:
     seed: int
     whole_batch_loss: bool
     shuffle: bool = True
+    replicas_to_aggregate: int | None = None
 
     @property
     def step_size(self) -> int:
@@ -85,7 +87,8 @@ class Sharding:
     @property
     def is_by_worker(self) -> bool:
         """Whether every worker moves on in a part of its own, in which others may be further."""
-        return False
+        # A worker whose gradients come too late falls behind.
+        return self.replicas_to_aggregate is not None
 
     @property
     def ends_with_data(self) -> bool:
@@ -94,7 +97,7 @@ class Sharding:
 
     def updates_in(self, steps: int) -> int:
         """The updates of the model in so many steps."""
-        return steps
+        return -(-steps * self.num_shards // (self.replicas_to_aggregate or self.num_shards))
 
     def worker_steps(self) -> list[int]:
         """The steps of every worker in a pass; of asynchronous ones, if they are equally fast."""
@@ -115,33 +118,6 @@ class Sharding:
         each, rest = (last - first) // self.num_shards, (last - first) % self.num_shards
         shard = tf.cast(shard, first.dtype)
         return first + shard * each + tf.minimum(shard, rest), each + tf.cast(shard < rest, first.dtype)
-
-
-@dataclass(frozen=True)
-class AggregatedSharding(Sharding):
-    """How the workers of mode=sync_replicas cut the training set: as synchronous ones, but K batches make a step.
-
-    Attributes:
-        replicas_to_aggregate: K; None if it is the number of workers, as it always is for synchronous ones.
-    """
-
-    replicas_to_aggregate: int | None = None
-
-    @classmethod
-    def of(
-        cls, num_examples: int, batch_size: int, num_shards: int, seed: int, shuffle: bool, replicas: int
-    ) -> "AggregatedSharding":
-        """Makes one, with the arguments of `Sharding`; `replicas`: the batches of an update."""
-        odd = replicas if replicas != num_shards else None
-        return cls(num_examples, batch_size, num_shards, seed, True, shuffle, odd)
-
-    @property
-    def is_by_worker(self) -> bool:
-        # A worker whose gradients come too late falls behind.
-        return self.replicas_to_aggregate is not None
-
-    def updates_in(self, steps: int) -> int:
-        return -(-steps * self.num_shards // (self.replicas_to_aggregate or self.num_shards))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tf2dist.checkpoint.state import (
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
-from tf2dist.data.passes import AggregatedSharding, NumberedSteps, Sharding
+from tf2dist.data.passes import NumberedSteps, Sharding
 from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import ConfigError
@@ -99,14 +99,13 @@ def sharding_of(
         batch_size: of a shard.
     """
     shuffle = plan is None or plan.shuffle
-    if mode == "sync_replicas":
-        replicas = config.batches_per_update(num_shards)
-        return AggregatedSharding.of(len(splits.train), batch_size, num_shards, config.seed, shuffle, replicas)
-    is_sync = mode == "sync"
+    is_sync, replicas = mode != "async", None
     if splits.stream:
         assert plan, "streams come from a call of `fit`"
         return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, config.seed, is_sync)
-    return Sharding(len(splits.train), batch_size, num_shards, config.seed, is_sync, shuffle)
+    if mode == "sync_replicas" and (batches := config.batches_per_update(num_shards)) != num_shards:
+        replicas = batches
+    return Sharding(len(splits.train), batch_size, num_shards, config.seed, is_sync, shuffle, replicas)
 
 
 def target_step(config: RunConfig, plan: EpochPlan | None, sharding: Sharding, start: Snapshot | None) -> int:
