@@ -12,7 +12,7 @@ knows where it ends.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +34,7 @@ BATCHES, COUNT, EVALUATED_BATCHES = "batches", "count of batches", "evaluated ba
 ENDED_SECS = 0.05  # for which a call waits if the data of its worker have ended, and that of others have not
 GATHERED_AT_ONCE = 1 << 22  # bytes; with less each batch costs more, and with more a call begins later
 Batches = list[list[tf.Tensor]]  # the leaves of each batch, with mode=sync_replicas its share, too
+Input = Callable[[tf.Tensor, tf.Tensor], Batches]  # of a worker, int64 [], the batches with these numbers, int64 [n]
 
 # TensorFlow holds Python functions by weak references only, so they would vanish without this.
 _published: dict[str, Any] = {}
@@ -126,7 +127,7 @@ def evaluated_examples(number: tf.Tensor, index: tf.Tensor, layout: Layout) -> l
     return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
 
 
-def remote_batches(worker: tf.Tensor, first: tf.Tensor, num: int, layout: Layout) -> list[list[tf.Tensor]]:
+def remote_batches(worker: tf.Tensor, first: tf.Tensor, num: int, layout: Layout) -> Batches:
     """In a graph: the leaves of `num` batches of a worker's published stream, from the one with number `first` on."""
     specs = layout.batched(None)
     types = [spec.dtype for spec in specs]
@@ -162,15 +163,8 @@ def _token(split: str) -> str:
     return f"{NAME}.{split}"
 
 
-class Input(Protocol):
-    """Input of the workers in the graphs of the coordinator."""
-
-    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
-        """In the graph of a call: the batches with these numbers, int64 [steps]."""
-
-
 class ArrayInput:
-    """Batches of the arrays that each worker has published; see `Input`.
+    """Batches of the arrays that each worker has published.
 
     A call asks for them a few at a time, so that the next ones are gathered while it computes. They depend on nothing
     but their numbers: a call that ends early leaves nothing behind that another one could take for its own.
@@ -185,6 +179,7 @@ class ArrayInput:
         self._layout, self._steps, self.sharding = layout, steps, sharding
 
     def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        """In the graph of a call; see `Input`."""
         return self._gathered(tf.stack(self._steps.ranges(numbers), 1))
 
     def _gathered(self, ranges: tf.Tensor) -> Batches:
@@ -215,16 +210,6 @@ class SharedArrayInput(ArrayInput):
         ranges = tf.stack([begin, begin + tf.maximum(count, 1)], 1)
         shares = tf.unstack(tf.cast(count, tf.float32) / self.sharding.batch_size, ranges.shape[0])
         return [[*leaves, share] for leaves, share in zip(self._gathered(ranges), shares, strict=True)]
-
-
-class StreamInput:
-    """Batches of the streams that each worker reads in its own process; see `Input`."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
-        return remote_batches(worker, numbers[0], numbers.shape[0], self._layout)
 
 
 INDEX = tf.TensorSpec([], tf.int64)

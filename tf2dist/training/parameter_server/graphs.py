@@ -37,10 +37,10 @@ from tf2dist.training.parameter_server.batches import (
     EndingNumbers,
     Input,
     SharedNumbers,
-    StreamInput,
     WorkerNumbers,
     evaluated_batch,
     evaluated_examples,
+    remote_batches,
 )
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
 from tf2dist.training.parameter_server.rows import Routed, Routing
@@ -127,7 +127,7 @@ class PsGraphs(abc.ABC):
         self.routing = Routing(spec.step.tables, [server.tables for server in self.servers])
         with tf.device(self.servers[0].device):
             self.evaluated_batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_batches")
-        self.input = self._make_input(spec)
+        self._input = self._make_input(spec)
         spec.step.loss_scale = self.servers[0].loss_scale
         self._compute = self._traced_compute()
         self._route = self._traced_route()
@@ -172,7 +172,7 @@ class PsGraphs(abc.ABC):
             worker = tf.distribute.coordinator.experimental_get_current_worker_index()
             with tf.device("CPU:0"):
                 call = self._begin(num_steps, worker, *limit)
-                batches = self.input.batches(worker, call.batches)
+                batches = self._input(worker, call.batches)
                 routed = [self._route(batch) for batch in batches]
             sent: Any = self._pull(call, routed[0].requests)
             losses = [tf.zeros([])]
@@ -280,7 +280,7 @@ class PsGraphs(abc.ABC):
         return []
 
     def batch_types(self) -> list[tf.TensorSpec]:
-        """The types of a batch of `input`."""
+        """The types of a batch of the input."""
         return self.step.layout.batched(None)
 
     @abc.abstractmethod
@@ -421,10 +421,10 @@ class AsyncGraphs(PsGraphs):
         if spec.splits.stream:
             kind = EndingNumbers if sharding.ends_with_data else WorkerNumbers
             self.batch_numbers: BatchNumbers = kind(server, origin.offsets, sharding)
-            return StreamInput(spec.splits.layout)
+            return lambda worker, numbers: remote_batches(worker, numbers[0], numbers.shape[0], spec.splits.layout)
         steps = NumberedSteps(sharding, origin.begin)
         self.batch_numbers = SharedNumbers(server, steps, sharding)
-        return ArrayInput(spec.splits.layout, sharding, steps)
+        return ArrayInput(spec.splits.layout, sharding, steps).batches
 
     def _limit_types(self) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.int64)]

@@ -78,7 +78,7 @@ class SyncReplicasGraphs(PsGraphs):
 
     def _make_input(self, spec: GraphsSpec) -> Input:
         self.steps, self._offsets = NumberedSteps(spec.sharding, spec.origin.begin), spec.origin.offsets
-        return SharedArrayInput(spec.step.layout, spec.sharding, self.steps)
+        return SharedArrayInput(spec.step.layout, spec.sharding, self.steps).batches
 
     def batch_types(self) -> list[tf.TensorSpec]:
         return [*super().batch_types(), tf.TensorSpec([], tf.float32)]
