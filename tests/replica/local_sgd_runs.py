@@ -133,7 +133,7 @@ def change(loop: Any) -> None:
 def trained(worker: SyncWorker, config: RunConfig, pauses: tuple[int, ...], given: InMemorySource | None = None) -> Any:
     """Trains to each of these steps; returns what the worker has before and afterwards."""
     loop = built(worker, config, given=given)
-    before = loop.snapshot().arrays
+    before = loop.freeze()().arrays
     if loop._graphs._all_reduce:  # or it is TensorFlow's
         loop._graphs._all_reduce = Counted(loop._graphs._all_reduce)
     for until in pauses:
@@ -142,7 +142,7 @@ def trained(worker: SyncWorker, config: RunConfig, pauses: tuple[int, ...], give
             change(loop)
     return SimpleNamespace(
         before=before,
-        after=loop.snapshot(),
+        after=loop.freeze()(),
         updates=loop.updates_applied(),
         progress=loop.progress,
         metrics=loop.metrics.results(loop.progress.metrics),
@@ -159,11 +159,11 @@ def stopped_and_resumed(worker: SyncWorker) -> dict[str, Any]:
     assert first.progress.global_step == 7
     change(first)
     requested = first.train(14, lambda: wants)
-    stopped = arrived(first.snapshot())
+    stopped = arrived(first.freeze()())
     second = built(worker, INTERRUPTED, stopped)
-    begun = second.snapshot()
+    begun = second.freeze()()
     second.train(14)
-    return {"requested": requested, "stopped": stopped, "begun": begun, "resumed": second.snapshot()}
+    return {"requested": requested, "stopped": stopped, "begun": begun, "resumed": second.freeze()()}
 
 
 def step_by_step(worker: SyncWorker, optimizer: str) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def changes_of_algorithm(worker: SyncWorker) -> dict[str, Any]:
     snapshots: list[Snapshot] = []
     for config, until in ((CHANGING, 7), (plain_of(CHANGING), 14), (CHANGING, 21)):
         loop = built(worker, config, snapshots[-1] if snapshots else None)
-        snapshots.append(arrived(loop.snapshot()))
+        snapshots.append(arrived(loop.freeze()()))
         loop.train(until)
-        snapshots.append(arrived(loop.snapshot()))
+        snapshots.append(arrived(loop.freeze()()))
     return {"changes": snapshots, "updates": loop.updates_applied()}

@@ -182,7 +182,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(async_loop: MakeLo
         released.set()
     loop._coordinator.join()
     assert_exact(loop, 200)
-    assert loop.snapshot().step == 200
+    assert loop.freeze()().step == 200
     for old, new in zip(before, loop.model.trainable_variables, strict=True):
         np.testing.assert_array_equal(new.numpy(), old)
 
@@ -207,10 +207,10 @@ def test_a_stop_does_not_wait_for_long_calls(async_loop: MakeLoop) -> None:
     stopped_at = loop.progress.global_step
     assert not loop._coordinator.done(), "the calls are in flight"
     assert stopped_at < 60, "fewer than the steps of the first call of each worker"
-    saved = loop.snapshot()
+    saved = loop.freeze()()
     loop._coordinator.join()
     assert_exact(loop, stopped_at)
-    after = loop.snapshot()
+    after = loop.freeze()()
     for name, array in saved.arrays.items():
         np.testing.assert_array_equal(after.arrays[name], array, name)
     loop.train(stopped_at + 3)
@@ -253,7 +253,7 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(
         return PauseRequest.STOP if are_waiting else PauseRequest.NOTHING
 
     assert loop.train(20, stop_in_an_update) is PauseRequest.STOP
-    saved, counts = loop.snapshot(), schedule.counts_of(servers)
+    saved, counts = loop.freeze()(), schedule.counts_of(servers)
     assert 0 < saved.step < 20
     loop._coordinator.join()
     assert (
@@ -261,7 +261,7 @@ def test_a_stop_saves_the_updates_that_the_ps_are_applying(
         == [applied for _, applied in counts]
         == [saved.step] * 2
     )
-    after = loop.snapshot()
+    after = loop.freeze()()
     for name, array in saved.arrays.items():
         np.testing.assert_array_equal(after.arrays[name], array, name)
 
@@ -318,7 +318,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
             loop.train(steps)
             loop.evaluate("validation")
             loop.evaluate("test")
-            loop.snapshot()
+            loop.freeze()()
         print(loop._scheduler.num_steps, context.context().list_function_names() - known, flush=True)
         os._exit(0)  # the servers of the cluster are in this process
     """

@@ -314,7 +314,7 @@ def test_a_model_trained_before_continues_with_its_optimizer(tmp_path: Path, asy
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
     assert loop.updates_applied() == 10 * EPOCHS
     assert hooks.arrays[EARLIER_ARRAY] == 10, "callbacks see the count of the optimizer"
-    saved = loop.snapshot()
+    saved = loop.freeze()()
     later = async_loop(config, 1, 2, source=source, start=saved)
     assert later.earlier_updates == 10
     later.train(saved.step)  # finishes the work of this loop

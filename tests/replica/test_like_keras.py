@@ -293,10 +293,10 @@ def weights_of(model: keras.Model) -> list[np.ndarray]:
 
 def train(loop: Any) -> Training:
     loop.train(STEPS)
-    raw = loop.snapshot().weights().arrays
+    raw = loop.freeze()().weights().arrays
     loop.finalize()
     assert loop.progress.global_step == loop.updates_applied() == STEPS
-    kept = loop.snapshot().weights().arrays
+    kept = loop.freeze()().weights().arrays
     assert all(np.array_equal(kept[name], array) for name, array in raw.items()), (
         "a checkpoint must hold the trained weights, not their moving averages"
     )

@@ -114,7 +114,7 @@ def test_the_evaluation_holds_no_more_large_images_at_a_time_than_the_training(
     batches.publish(splits)
     loop = async_loop(config, num_workers=1)
     evaluator = Evaluator(config, RegisteredSource(config), splits, pytest.fail)
-    for evaluate in (lambda: loop.evaluate("test"), lambda: evaluator.evaluate(loop.snapshot(), "test")):
+    for evaluate in (lambda: loop.evaluate("test"), lambda: evaluator.evaluate(loop.freeze()(), "test")):
         evaluated.clear()
         assert evaluate().num_examples == 25
         assert sorted(evaluated) == [5, 10, 10]

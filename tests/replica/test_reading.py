@@ -36,14 +36,14 @@ def test_a_frozen_run_is_fetched_while_the_training_goes_on(
     assert loop.read_all()._kept
     assert not loop.read_all()._packed
     loop.train(20)
-    frozen, before = loop.freeze(), loop.snapshot()
+    frozen, before = loop.freeze(), loop.freeze()()
     loop.train(60)
     late = in_a_thread(frozen)
     assert late.step == before.step == 20
     assert list(late.arrays) == list(before.arrays)
     for name, array in before.arrays.items():
         np.testing.assert_array_equal(late.arrays[name], array, err_msg=name)
-    after = loop.snapshot()
+    after = loop.freeze()()
     for name in loop.arrays():
         assert not np.array_equal(after.arrays[name], before.arrays[name]), f"{name} was not trained"
 

@@ -181,15 +181,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(replicas_loop: MakeLoop) -> N
     config = replicas_config(None, "cnn", "adam", batch_size=20, steps_per_execution=3, dropout=0.3, batch_norm=True)
     straight = replicas_loop(config, num_workers=2, num_ps=1)
     straight.train(12)
-    expected = straight.snapshot()
+    expected = straight.freeze()()
     stopped = replicas_loop(config, num_workers=2, num_ps=1)
     assert stopped.train(12, lambda: PauseRequest.STOP if stopped.progress.global_step > 2 else PauseRequest.NOTHING)
-    saved = stopped.snapshot()
+    saved = stopped.freeze()()
     assert 2 < saved.step < 12
     resumed = replicas_loop(config, num_workers=2, num_ps=2, start=saved)
     resumed.train(12)
     assert_counted(resumed, 12, 2)
-    found = resumed.snapshot()
+    found = resumed.freeze()()
     assert found.facts == expected.facts
     for name, array in expected.arrays.items():
         np.testing.assert_allclose(found.arrays[name], array, atol=1e-5, err_msg=name)
@@ -215,7 +215,7 @@ def test_a_stop_does_not_wait_for_workers_that_do_not_respond(replicas_loop: Mak
         deadline = time.monotonic() + 3.0
         stop = loop.train(100, lambda: PauseRequest.STOP if time.monotonic() > deadline else PauseRequest.NOTHING)
         assert stop is PauseRequest.STOP
-        assert loop.snapshot().step == 50
+        assert loop.freeze()().step == 50
         assert_counted(loop, 50, 2)
     finally:
         released.set()
@@ -249,7 +249,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
             loop.train(steps)
             loop.evaluate("validation")
             loop.evaluate("test")
-            loop.snapshot()
+            loop.freeze()()
         print(loop._scheduler.num_steps, context.context().list_function_names() - known, flush=True)
         os._exit(0)  # the servers of the cluster are in this process
     """

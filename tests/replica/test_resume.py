@@ -36,7 +36,7 @@ MakeLoop = Callable[..., Any]
 
 def taken(loop: Any) -> Snapshot:
     """A snapshot of the loop, as it is read back from a file."""
-    return arrived(loop.snapshot())
+    return arrived(loop.freeze()())
 
 
 def arrived(snapshot: Snapshot) -> Snapshot:
@@ -225,7 +225,7 @@ def test_state_that_is_not_finite_is_not_saved(async_loop: MakeLoop) -> None:
     variable = loop.model.trainable_variables[0].value
     variable.assign(variable * np.nan)
     with pytest.raises(NotFiniteError, match="model/logits/kernel is not finite"):
-        loop.snapshot()
+        loop.freeze()()
 
 
 def sync_run(
@@ -237,7 +237,7 @@ def sync_run(
     loop = sync_loop(worker, config, start=start if worker.index == 0 else None)
     request = PauseRequest.STOP if worker.index == stopper else PauseRequest.NOTHING
     requested = loop.train(until, lambda: request if loop.progress.global_step >= 10 else PauseRequest.NOTHING)
-    snapshot = loop.snapshot()
+    snapshot = loop.freeze()()
     agreed = loop.combine(PauseRequest.SAVE if worker.index == 0 else PauseRequest.NOTHING)
     return {
         "snapshot": snapshot,
@@ -305,7 +305,7 @@ def resume(worker: SyncWorker, run_dir: str) -> tuple[int, bool]:
     config.mode, config.run_dir, config.train.steps = "sync", run_dir, 10
     first = sync_loop(worker, config)
     first.train(5)
-    Checkpoints(Path(run_dir, "checkpoints")).save(first.snapshot())
+    Checkpoints(Path(run_dir, "checkpoints")).save(first.freeze()())
     found, read = list[tuple[int, bool]](), list["weakref.ref[Snapshot]"]()
 
     def reading(*args: Any) -> Any:

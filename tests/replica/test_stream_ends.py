@@ -139,7 +139,7 @@ def test_an_asynchronous_run_continues_within_its_epoch(async_loop: Any, publish
     first.train(1 << 40)
     first.begin_epoch()
     first.train(13)
-    snapshot = first.snapshot()
+    snapshot = first.freeze()()
     assert snapshot.facts.input.positions == (4,), "of the second epoch"
     second = async_loop(config, 1, 1, start=snapshot, source=source)
     second.train(1 << 40)
@@ -148,7 +148,7 @@ def test_an_asynchronous_run_continues_within_its_epoch(async_loop: Any, publish
     for name, array in whole.arrays().items():
         np.testing.assert_allclose(second.arrays()[name], array, atol=1e-6, err_msg=name)
     # Saved when the epoch had ended, and before the next one began: nothing is left of it.
-    third = async_loop(config, 1, 1, start=second.snapshot(), source=source)
+    third = async_loop(config, 1, 1, start=second.freeze()(), source=source)
     third.train(1 << 40)
     assert third.epoch_has_ended
     assert third.progress.global_step == 18
@@ -212,11 +212,11 @@ def in_parts(worker: SyncWorker) -> Any:
     ended(first)
     first.begin_epoch()
     first.train(10)
-    second = made(first.snapshot())
+    second = made(first.freeze()())
     steps.append(ended(second))
-    third = made(second.snapshot())
+    third = made(second.freeze()())
     steps.append(ended(third))
-    return steps, first.snapshot().facts.input.positions, whole.arrays(), second.arrays()
+    return steps, first.freeze()().facts.input.positions, whole.arrays(), second.arrays()
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def drive_in_sync(worker: SyncWorker, source: Streamed, start: Snapshot | None =
     loop = sync_loop(worker, config, source, start)
     if until:
         loop.train(until)
-        return loop.snapshot()
+        return loop.freeze()()
     drive(loop, source, hooks)
     return hooks.history(), weights_of(loop.model), loop.progress
 

@@ -222,10 +222,6 @@ class Loop(abc.ABC):
         step, own, fetch = self.progress.global_step, {**self._trained, **own, **others}, self._freeze_arrays()
         return lambda: Snapshot(step, fetch() | own, facts)
 
-    def snapshot(self) -> Snapshot:
-        """The same, fetched at once."""
-        return self.freeze()()
-
     def apply(self, effects: CallbackEffects) -> None:
         """Sets variables and learning rates; all tasks that drive the training must call this."""
         assign(self.named, effects.arrays, self.by_row)
