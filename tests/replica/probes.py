@@ -63,7 +63,7 @@ from tf2dist.tf_internals.keras import (
 )
 from tf2dist.tf_internals.live_tasks import COORDINATOR, LiveTasks
 from tf2dist.tf_internals.probes import PROBES as CENTRAL
-from tf2dist.tf_internals.probes import built, compiled, text_of
+from tf2dist.tf_internals.probes import built, compiled, text_of, with_context
 from tf2dist.tf_internals.tensorflow import (
     CONTEXT,
     NO_INLINE,
@@ -106,7 +106,7 @@ def _functions_are_converted() -> bool:
 def _workers_are_followed() -> bool:
     context = module_of(CONTEXT).Context()
     handler = attribute(tf, module_of(COORDINATOR), "WorkerPreemptionHandler", type)(None, None)
-    live_tasks = LiveTasks(1, set, context)
+    live_tasks = with_context(context, LiveTasks, 1, set)
     with live_tasks.connecting():
         pass
     live_tasks.follow(SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler)))  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from tests.replica.keras_objects import (
 from tf2dist import tf_internals
 from tf2dist.errors import InstallationError
 from tf2dist.tf_constants import KERAS_DEFAULTS
+from tf2dist.tf_internals.probes import with_context
 
 SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
 
@@ -42,7 +43,12 @@ HANDLER = cluster_coordinator.WorkerPreemptionHandler
 
 def follow_workers(handler: Any) -> None:
     coordinator: Any = SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler))
-    tf_internals.LiveTasks(1, set, context.Context()).follow(coordinator)
+    with_context(context.Context(), tf_internals.LiveTasks, 1, set).follow(coordinator)
+
+
+def leave_strategies(graph: type[tf.Graph]) -> None:
+    with graph().as_default(), tf_internals.outside_strategies():
+        pass
 
 
 # One of them reads the library of TensorFlow, a gigabyte.
@@ -77,19 +83,19 @@ MISSING = [
         "idle tasks would spin on the cores that others need",
         context.Context,
         "_config",
-        tf_internals.keep_threads_from_spinning,
+        lambda own: with_context(own, tf_internals.keep_threads_from_spinning),
     ),
     MissingApi(
         "the first worker would wait an hour for the others",
         lambda: context.Context,
         "configure_coordination_service",
-        lambda _: tf_internals.use_coordination_service(*SERVICE, context.Context()),
+        lambda _: with_context(context.Context(), tf_internals.use_coordination_service, *SERVICE),
     ),
     MissingApi(
         "the first worker would wait an hour for the others",
         lambda: context.Context,
         "coordination_service",
-        lambda _: tf_internals.use_coordination_service(*SERVICE, context.Context()),
+        lambda _: with_context(context.Context(), tf_internals.use_coordination_service, *SERVICE),
     ),
     MissingApi(
         "a worker that is done would exit while the others are in the middle of a step",
@@ -115,7 +121,7 @@ MISSING = [
         "a model that updates one network before the other could not be trained synchronously",
         lambda: tf.Graph,
         "_distribution_strategy_stack",
-        lambda graph: tf_internals.outside_strategies(graph()).__enter__(),
+        leave_strategies,
     ),
     MissingApi(
         "a function in a model would keep the tensors of another step",
@@ -286,7 +292,7 @@ def test_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch, missing: Mi
 
 KINDS = [
     (lambda: script_ops._py_funcs, "_funcs", lambda _: tf_internals.publish_functions({})),
-    (context.Context, "_config", tf_internals.keep_threads_from_spinning),
+    (context.Context, "_config", lambda own: with_context(own, tf_internals.keep_threads_from_spinning)),
     (built_optimizer, "_momentums", tf_internals.momentums),
     (built_optimizer, "_iterations", lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0))),
     (built_optimizer, "_learning_rate", tf_internals.fix_learning_rate),
@@ -325,7 +331,7 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(context.Context, "coordination_service", property(copy_of))
     with pytest.raises(InstallationError, match=r"Context\.coordination_service"):
-        tf_internals.use_coordination_service(*SERVICE, context.Context())
+        with_context(context.Context(), tf_internals.use_coordination_service, *SERVICE)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tensorflow.python.eager import context
 
 from tests.replica.keras_objects import BATCH, built_optimizer, compiled_model, random_model
 from tf2dist import tf_internals
+from tf2dist.tf_internals.probes import with_context
 
 
 def operations_run(function: Callable[[], Any]) -> list[str]:
@@ -40,7 +41,8 @@ def test_a_function_stays_one_node() -> None:
 
 def test_the_coordination_service_waits_for_all() -> None:
     own = context.Context()
-    tf_internals.use_coordination_service("/job:chief/replica:0/task:0", {"chief": 1, "worker": 3}, 2.5, 7.0, own)
+    arguments = "/job:chief/replica:0/task:0", {"chief": 1, "worker": 3}, 2.5, 7.0
+    with_context(own, tf_internals.use_coordination_service, *arguments)
     service = own.coordination_service
     assert {job.name: job.num_tasks for job in service.coordinated_job_list} == {"chief": 1, "worker": 3}
     assert (service.cluster_register_timeout_in_ms, service.heartbeat_timeout_in_ms) == (2500, 7000)
@@ -150,7 +152,7 @@ class FakeContext:
 def test_a_worker_that_comes_must_listen_for_a_while() -> None:
     """A process that ends may close its connections before its port, and TensorFlow would wait for it without end."""
     there, own = {0}, FakeContext()
-    live_tasks = tf_internals.LiveTasks(3, lambda workers: there.intersection(workers), own)
+    live_tasks = with_context(own, tf_internals.LiveTasks, 3, lambda workers: there.intersection(workers))
     cluster = tf.train.ClusterSpec({"worker": ["a:1", "a:2", "a:3"]}).as_cluster_def()
     with live_tasks.connecting():
         own.set_server_def(tf.train.ServerDef(cluster=cluster))

@@ -28,12 +28,11 @@ class LiveTasks:
     Args:
         num_workers: that there may be.
         listening: returns which of these workers can be reached now, by their indices.
-        context: for probes; by default that of this process.
     """
 
-    def __init__(self, num_workers: int, listening: Callable[[Collection[int]], set[int]], context: Any = None) -> None:
+    def __init__(self, num_workers: int, listening: Callable[[Collection[int]], set[int]]) -> None:
         self._all, self._listening = set(range(num_workers)), listening
-        self._context = context or this_context()
+        self._context = this_context()
         self._server_def: Any = None  # TensorFlow's list of all tasks
         self._away: set[int] = set()
         self._heard_at: dict[int, float] = {}  # since when a worker that is away listens

@@ -52,22 +52,27 @@ def missing(probes: Mapping[tuple[Any, str], Callable[[], bool]] | None = None) 
     return list(dict.fromkeys(missing))
 
 
+def with_context(context: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function with another context than that of this process, which takes no change once it is initialized."""
+    with mock.patch.object(module_of(CONTEXT), "context", return_value=context):
+        return function(*args)
+
+
 def _context_is_configured() -> bool:
-    # A context of its own, here and below: that of the process may be initialized, and takes no change then.
     context = module_of(CONTEXT).Context()
-    keep_threads_from_spinning(context)
-    optimize_graphs_for_cpus(context)
+    with_context(context, keep_threads_from_spinning)
+    with_context(context, optimize_graphs_for_cpus)
     rewriting = context.config.graph_options.rewrite_options
     settings = rewriting.meta_optimizer_iterations, rewriting.layout_optimizer, rewriting.memory_optimization
     is_short = settings == (rewriting.ONE, rewriting.OFF, rewriting.NO_MEM_OPT)
-    limit_gpu_memory(0.25, context)
+    with_context(context, limit_gpu_memory, 0.25)
     is_limited = context.config.gpu_options.per_process_gpu_memory_fraction == 0.25
     return bool(context.config.experimental.disable_thread_spinning and is_short and is_limited)
 
 
 def _service_is_set() -> bool:
     context = module_of(CONTEXT).Context()
-    use_coordination_service("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0, context)
+    with_context(context, use_coordination_service, "/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
     return bool(context.coordination_service.cluster_register_with_barrier)
 
 

@@ -74,26 +74,19 @@ REPLACED = "_graph_mode_decorator"  # what a decorated function looks up in it w
 NO_INLINE = "_noinline"
 
 
-def keep_threads_from_spinning(context: Any = None) -> None:
-    """Lets idle threads of this process sleep. Must be called before TensorFlow initializes its devices.
-
-    Args:
-        context: for tests and probes; by default that of this process.
-    """
+def keep_threads_from_spinning() -> None:
+    """Lets idle threads of this process sleep. Must be called before TensorFlow initializes its devices."""
     experimental = tf.compat.v1.ConfigProto.Experimental(disable_thread_spinning=True)
-    _configure(tf.compat.v1.ConfigProto(experimental=experimental), context)
+    _configure(tf.compat.v1.ConfigProto(experimental=experimental))
 
 
-def optimize_graphs_for_cpus(context: Any = None) -> None:
+def optimize_graphs_for_cpus() -> None:
     """Has TensorFlow optimize the graphs of this process in less time; for runs in which no task has a GPU.
 
     By default TensorFlow runs all passes over a graph twice, and two of them are for GPUs: one changes the order of the
     axes of images, one computes values a second time or keeps them in the memory of the host. The second round left out
     11 of the 4,843 operations of MobileNetV2 and took a third of the time. Must be called before TensorFlow initializes
     its devices.
-
-    Args:
-        context: for tests and probes; by default that of this process.
     """
     options = tf.compat.v1.ConfigProto()
     rewriting = options.graph_options.rewrite_options
@@ -101,12 +94,12 @@ def optimize_graphs_for_cpus(context: Any = None) -> None:
         rewriting.meta_optimizer_iterations = rewriting.ONE
         rewriting.layout_optimizer = rewriting.OFF
         rewriting.memory_optimization = rewriting.NO_MEM_OPT
-    _configure(options, context)
+    _configure(options)
 
 
-def _configure(options: tf.compat.v1.ConfigProto, context: Any) -> None:
-    """Adds options for which `tf.config` has no setters to those of a context; None for that of this process."""
-    context = context or this_context()
+def _configure(options: tf.compat.v1.ConfigProto) -> None:
+    """Adds options for which `tf.config` has no setters to those of this process."""
+    context = this_context()
     before = attribute(tf, context, "_config", tf.compat.v1.ConfigProto | None)
     # The context merges `_config` into the configuration that it builds when it is initialized, so that thread counts
     # set through `tf.config` stay as they are.
@@ -115,21 +108,18 @@ def _configure(options: tf.compat.v1.ConfigProto, context: Any) -> None:
     context._config.MergeFrom(options)
 
 
-def limit_gpu_memory(fraction: float, context: Any = None) -> None:
+def limit_gpu_memory(fraction: float) -> None:
     """Gives this process a fixed fraction of the memory of each of its GPUs, which TensorFlow then takes at once.
 
     `tf.config` has only limits in megabytes, for which the size of the memory would have to be known before TensorFlow
     initializes its devices. Must be called before that.
-
-    Args:
-        context: for tests and probes; by default that of this process.
     """
     gpu_options = tf.compat.v1.GPUOptions(per_process_gpu_memory_fraction=fraction)
-    _configure(tf.compat.v1.ConfigProto(gpu_options=gpu_options), context)
+    _configure(tf.compat.v1.ConfigProto(gpu_options=gpu_options))
 
 
 def use_coordination_service(
-    leader: str, num_tasks: Mapping[str, int], register_secs: float, heartbeat_secs: float, context: Any = None
+    leader: str, num_tasks: Mapping[str, int], register_secs: float, heartbeat_secs: float
 ) -> None:
     """Makes the next synchronous strategy wait for all workers, and detect workers that are lost.
 
@@ -138,9 +128,8 @@ def use_coordination_service(
         num_tasks: the number of tasks by job.
         register_secs: how long it waits for them to register.
         heartbeat_secs: a task without a sign of life for this long counts as lost.
-        context: for tests and probes; by default that of this process.
     """
-    context = context or this_context()
+    context = this_context()
     configure = attribute(tf, context, "configure_coordination_service", Callable)
     with relying_on(tf, "Context.configure_coordination_service"):
         configure(
@@ -217,14 +206,10 @@ def replace_custom_gradients(replacement: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def outside_strategies(graph: Any = None) -> Iterator[None]:
-    """A block in which the graph that is being made is in no scope of a strategy, whatever surrounds it.
-
-    Args:
-        graph: for tests.
-    """
+def outside_strategies() -> Iterator[None]:
+    """A block in which the graph that is being made is in no scope of a strategy, whatever surrounds it."""
     # In a strategy's scope the optimizers of Keras update its variables alone.
-    stack = attribute(tf, graph or tf.compat.v1.get_default_graph(), "_distribution_strategy_stack", list)
+    stack = attribute(tf, tf.compat.v1.get_default_graph(), "_distribution_strategy_stack", list)
     scopes = list(stack)
     stack.clear()
     try:
