@@ -7,6 +7,7 @@ node of the worker's graph however many operations it has, which halves the time
 """
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -323,21 +324,20 @@ class ParameterServer(ModelPart):
         staleness = number - pulled_at
         gradients, terms = changes[: len(self._trained)], changes[len(self._trained) :]
         self.update_number.set_current(number + self.earlier_updates)
-        graph = tf.compat.v1.get_default_graph()
-        earlier = len(graph.get_operations())
-        gradients = self._algorithm.gradients(gradients, pulled, [storage.variable for storage in self._trained])
-        gradient_of = dict(zip(self._trained, gradients, strict=True))
-        with self._algorithm.update(staleness):
-            for optimizer, storages in self._updates:
-                optimizer.apply(
-                    [storage.pad_update(gradient_of[storage]) for storage in storages],
-                    [storage.variable for storage in storages],
-                )
-            for table, (ids, gradient) in zip(self.tables, rows, strict=True):
-                apply_rows(self.optimizer_of[id(table)], gradient, table, ids)
-        for (storage, update), term in zip(self._state_updates, terms, strict=True):
-            update(storage.pad_update(term))
-        with tf.control_dependencies(graph.get_operations()[earlier:]):  # counted when it has been done
+        with operations_made() as made:
+            gradients = self._algorithm.gradients(gradients, pulled, [storage.variable for storage in self._trained])
+            gradient_of = dict(zip(self._trained, gradients, strict=True))
+            with self._algorithm.update(staleness):
+                for optimizer, storages in self._updates:
+                    optimizer.apply(
+                        [storage.pad_update(gradient_of[storage]) for storage in storages],
+                        [storage.variable for storage in storages],
+                    )
+                for table, (ids, gradient) in zip(self.tables, rows, strict=True):
+                    apply_rows(self.optimizer_of[id(table)], gradient, table, ids)
+            for (storage, update), term in zip(self._state_updates, terms, strict=True):
+                update(storage.pad_update(term))
+        with tf.control_dependencies(made):  # counted when it has been done
             self.counters.add(indices, staleness, added)
             return tf.constant(True)  # the lock, if there is one, is held until what is returned is known
 
@@ -383,6 +383,16 @@ class UpdateNumber(keras.Variable):
 
     def assign_add(self, value: Any) -> None:
         """Nothing: the ps counts."""
+
+
+@contextlib.contextmanager
+def operations_made() -> Iterator[list[tf.Operation]]:
+    """A list that has the operations which the block has added to the graph, once the block is over."""
+    made: list[tf.Operation] = []
+    graph = tf.compat.v1.get_default_graph()
+    earlier = len(graph.get_operations())
+    yield made
+    made += graph.get_operations()[earlier:]
 
 
 def on_device(device: str, function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:

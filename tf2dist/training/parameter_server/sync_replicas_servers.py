@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tf2dist.model.tables import apply_rows
 from tf2dist.training.parameter_server.rows import KeptRows
-from tf2dist.training.parameter_server.server import ModelPart, PartSpec
+from tf2dist.training.parameter_server.server import ModelPart, PartSpec, operations_made
 from tf2dist.training.parameter_server.storage import Storage
 from tf2dist.training.parameter_server.sync_replicas_counters import GradientCounters, GradientCounts
 from tf2dist.training.parameter_server.wire import (
@@ -120,10 +120,8 @@ class AggregatingServer(ModelPart):
         # is pushed.
         return PackedCount.of(tf.cast(self.step.read_value(), tf.float64))
 
-    def _apply(self, changes: list[tf.Tensor], rows: list[RowGradient]) -> list[tf.Operation]:
-        """In a graph: applies the mean changes of all variables; returns the operations that do it."""
-        graph = tf.compat.v1.get_default_graph()
-        earlier = len(graph.get_operations())
+    def _apply(self, changes: list[tf.Tensor], rows: list[RowGradient]) -> None:
+        """In a graph: applies the mean changes of all variables."""
         self.update_number.set_current(self.step.read_value() + self.earlier_updates)
         # In the order of plain Keras: the call of the model changes its state, and the optimizer comes after it.
         for variable, change in zip(self.state, changes[len(self.whole) :], strict=True):
@@ -132,7 +130,6 @@ class AggregatingServer(ModelPart):
             self.optimizer.apply(changes[: len(self.whole)], self.whole)
         for table, (ids, gradient) in zip(self.tables, rows, strict=True):
             apply_rows(self.optimizer_of[id(table)], gradient, table, ids)
-        return list(graph.get_operations()[earlier:])
 
 
 class DecidingServer(AggregatingServer):
@@ -289,11 +286,10 @@ class DecidingServer(AggregatingServer):
     def _make_step(self, total: WireTensors, rows: list[RowGradient], step: tf.Tensor) -> None:
         """Applies the mean of the gradients whose sums are `total` and `rows`, and moves on."""
         changes, sums, factor = self.push_layout.mean(total)
-        graph = tf.compat.v1.get_default_graph()
-        earlier = len(graph.get_operations())
-        self._apply(changes, [(ids, own * factor) for ids, own in rows])
-        self._counters.aggregate(sums)
-        with tf.control_dependencies(graph.get_operations()[earlier:]):
+        with operations_made() as made:
+            self._apply(changes, [(ids, own * factor) for ids, own in rows])
+            self._counters.aggregate(sums)
+        with tf.control_dependencies(made):
             moved = self.step.assign_add(1)  # counted when it has been done
         with tf.control_dependencies([moved]):
             self._barrier.open(step)
@@ -368,7 +364,9 @@ class FollowingServer(AggregatingServer):
         given = [tf.boolean_mask(gradients.read_value(), made_by > 0) for gradients in self._gradients]
         changes, _, factor = self.push_layout.mean([tf.reduce_sum(gradients, 0) for gradients in given])
         rows = [kept.sum_of(made_by > 0) for kept in self._kept_rows]
-        with tf.control_dependencies(self._apply(changes, [(ids, own * factor) for ids, own in rows])):
+        with operations_made() as made:
+            self._apply(changes, [(ids, own * factor) for ids, own in rows])
+        with tf.control_dependencies(made):
             self.step.assign_add(1)
 
 
@@ -376,11 +374,10 @@ def locked(lock: tf.CriticalSection, act: Callable[[], Any]) -> tf.Tensor:
     """In a graph: does something while no one else holds the lock; what is returned is there once all of it is done."""
 
     def do() -> tf.Tensor:
-        graph = tf.compat.v1.get_default_graph()
-        earlier = len(graph.get_operations())
-        act()
+        with operations_made() as made:
+            act()
         # The lock is held until what is returned is known, whatever else is still to be done.
-        with tf.control_dependencies(graph.get_operations()[earlier:]):
+        with tf.control_dependencies(made):
             return tf.constant(True)
 
     return lock.execute(do)
