@@ -17,6 +17,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.model.batch_attention import noting
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.recurrence import reached_from, recurrence_of
+from tf2dist.model.shards import by_id
 from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import layers_of, may_mix_examples
 
@@ -169,8 +170,7 @@ class _StateTrial:
         with noting() as gathered:
             new_state = self._step(trainable, state, leaves, step_place(tf.constant(0), number)).state
         reached = reached_from(*leaves, number, barriers=gathered if self._gathers else ())
-        old = dict(zip(map(id, self._step.state), state, strict=True))
-        old |= dict(zip(map(id, self._step.trainable), trainable, strict=True))
+        old = by_id([*self._step.state, *self._step.trainable], [*state, *trainable])
         found = [
             (variable, recurrence_of(new, old[id(variable)]))
             for variable, new in zip(self._step.state, new_state, strict=True)

@@ -4,14 +4,14 @@ A model has whole variables. What lies on a ps, what an optimizer there updates,
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.tf_internals import PartitionedVariable
+from tf2dist.tf_internals import PartitionedVariable, groups_of
 
 Values = dict[int, tf.Tensor]  # by id of the part
 # Of the rows of a table that are read or assigned at once. gRPC and TensorFlow hold some ten copies of what is read.
@@ -71,6 +71,11 @@ def keras_variable(value: tf.Variable) -> keras.Variable:
         return keras.Variable(_unused, value.shape, value.dtype.name, trainable=False, name=name)
 
 
+def by_id(variables: Iterable[keras.Variable], tensors: Iterable[tf.Tensor]) -> Values:
+    """Tensors by the id of the variables that they belong to."""
+    return dict(zip(map(id, variables), tensors, strict=True))
+
+
 def join(variables: list[keras.Variable], values: Values) -> list[tf.Tensor]:
     """In a graph: the values of whole variables from those of their parts."""
     joined_values = []
@@ -89,8 +94,20 @@ def split(variables: list[keras.Variable], tensors: list[tf.Tensor]) -> Values:
         if len(parts) > 1:
             whole = tf.convert_to_tensor(tensor)  # the gradient of a table may come as some of its rows
             pieces = [whole[rows] for rows in variable.value.rows]
-        values.update({id(part): piece for part, piece in zip(parts, pieces, strict=True)})
+        values |= by_id(parts, pieces)
     return values
+
+
+def global_clipping(optimizer: keras.Optimizer, variables: list[keras.Variable]) -> Callable[[Values], Values]:
+    """A function that clips gradients of variables by the norm of all those that an optimizer gets, as it does now."""
+    norms = [(inner.global_clipnorm, own) for inner, own in groups_of(optimizer, variables) if inner.global_clipnorm]
+
+    def clipped(gradients: Values) -> Values:
+        for norm, own in norms:
+            gradients = gradients | by_id(own, tf.clip_by_global_norm([gradients[id(v)] for v in own], norm)[0])
+        return gradients
+
+    return clipped
 
 
 def read_rows(variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor:

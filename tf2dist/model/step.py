@@ -14,7 +14,7 @@ from tf2dist.model.interception import prepare_process
 from tf2dist.model.metrics import Metrics
 from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.model.scopes import CallScope
-from tf2dist.model.shards import keras_variable, parts_of, read_rows
+from tf2dist.model.shards import by_id, keras_variable, parts_of, read_rows
 from tf2dist.model.tables import TableLookups
 from tf2dist.tf_internals import own_layers_of_keras, seeds_of
 
@@ -270,7 +270,7 @@ class Step(abc.ABC):
         self, trainable: list[tf.Tensor], state: list[tf.Tensor], metrics: list[tf.Tensor], place: tf.Tensor
     ) -> Mapping:
         """The variables of a scope, with their values."""
-        values = dict(zip(map(id, self.state), state, strict=True)) | self._generators(place)
+        values = by_id(self.state, state) | self._generators(place)
         others = [(variable, values[id(variable)]) for variable in self.others]
         of_metrics = list(zip(self.metrics.variables, metrics, strict=True))
         trained = [p for p in zip(self.trainable, trainable, strict=True) if not self.lookups.is_table(p[0])]

@@ -323,6 +323,12 @@ class TableLookups:
         return LookupTrace(call, self._variables(), layers, layout.batched(batch_size), num_calls)
 
 
+def sum_by_row(ids: tf.Tensor, gradients: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The ids of rows, each once, and the sums of the gradients of each row."""
+    unique, places = tf.unique(ids)
+    return unique, tf.math.unsorted_segment_sum(gradients, places, tf.size(unique))
+
+
 # Each has slots of the form of the variable, and its update of an element depends on nothing else but that element and
 # the number of the update. Not so Nadam, which multiplies its momenta of all steps into one number, and
 # ScheduleFreeAdamW, which weighs an element by how often it was updated.

@@ -25,10 +25,10 @@ from tf2dist.data.splits import Splits
 from tf2dist.model.evaluation import chunk_size
 from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.recurrence import recurrence_of
-from tf2dist.model.shards import Values, all_parts, join, parts_of, split
+from tf2dist.model.shards import Values, all_parts, by_id, global_clipping, join, parts_of, split
 from tf2dist.model.source import EpochPlan, MakeOptimizer
 from tf2dist.model.step import Step, step_place
-from tf2dist.tf_internals import as_one_node, groups_of
+from tf2dist.tf_internals import as_one_node
 from tf2dist.training.loop import steps_to_pause, unrolled_steps
 from tf2dist.training.parameter_server.algorithms import Algorithm
 from tf2dist.training.parameter_server.batches import (
@@ -413,8 +413,8 @@ class AsyncGraphs(PsGraphs):
 
     def _make_servers(self, parts: list[PartSpec]) -> None:
         self.servers = [ParameterServer(part, self.algorithm) for part in parts]
-        groups = groups_of(self.new_optimizer(), self.step.trainable)
-        self._global_clipnorms = [(inner.global_clipnorm, trained) for inner, trained in groups]
+        # Each ps sees only some of the gradients.
+        self._clip = global_clipping(self.new_optimizer(), self.step.trainable)
 
     def _make_input(self, spec: GraphsSpec) -> Input:
         server, sharding, origin = self.servers[0], spec.sharding, spec.origin
@@ -436,7 +436,8 @@ class AsyncGraphs(PsGraphs):
         trainable, state = self.inputs(values)
         place = step_place(worker, unpacked[0].applied.value())
         output = self.step(trainable, state, leaves, place, positions=routed.positions)
-        changes = self.divide(self._clipped(output.gradients), routed.requests)
+        clipped = self._clip(by_id(self.step.trainable, output.gradients))
+        changes = self.divide(list(clipped.values()), routed.requests)
         for variable, new, old in zip(self.step.state, output.state, state, strict=True):
             if new is not old:
                 decay, term = recurrence_of(new, old)
@@ -449,15 +450,6 @@ class AsyncGraphs(PsGraphs):
             own, rows = ([changes[id(v)] for v in variables] for variables in (layout.variables, layout.tables))
             pushes.append(layout.pack(own, one.applied, sums, back, rows, request))
         return pushes, output.sums[0]
-
-    def _clipped(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Clips the gradients by the norm over all those of an optimizer; each ps sees only some of them."""
-        clipped = dict(zip(map(id, self.step.trainable), gradients, strict=True))
-        for norm, variables in self._global_clipnorms:
-            if norm:
-                own, _ = tf.clip_by_global_norm([clipped[id(v)] for v in variables], norm)
-                clipped |= zip(map(id, variables), own, strict=True)
-        return list(clipped.values())
 
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
         (own,) = limit
@@ -492,8 +484,3 @@ class AsyncGraphs(PsGraphs):
 
     def _position(self, counted: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.cast(counted[TOTALS.index("steps")], tf.int64), tf.cast(counted[-1], tf.int64)
-
-
-def by_id(variables: Sequence[keras.Variable], tensors: list[tf.Tensor]) -> Values:
-    """Values of variables."""
-    return dict(zip(map(id, variables), tensors, strict=True))

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tf2dist.model.shards import Values, join, parts_of, split
-from tf2dist.model.tables import Lookups
+from tf2dist.model.shards import Values, by_id, join, parts_of, split
+from tf2dist.model.tables import Lookups, sum_by_row
 from tf2dist.training.parameter_server.wire import Request, RowGradient, make_request
 
 
@@ -52,13 +52,7 @@ class KeptRows:
         given = places[:, None] & (ids >= 0)
         kept = tf.boolean_mask(ids, given), tf.boolean_mask(self._gradients.read_value(), given)
         all_ids, gradients = (tf.concat(parts, 0) for parts in zip(kept, *more, strict=True))
-        return added_up(all_ids, gradients)
-
-
-def added_up(ids: tf.Tensor, gradients: tf.Tensor) -> RowGradient:
-    """Adds up the gradients of each row."""
-    unique, places = tf.unique(ids)
-    return unique, tf.math.unsorted_segment_sum(gradients, places, tf.size(unique))
+        return sum_by_row(all_ids, gradients)
 
 
 class Routing:
@@ -108,7 +102,7 @@ class Routing:
             if places := self._places.get(id(variable)):
                 sizes = tf.stack([requests[ps][0][number] for ps, number in places])
                 pieces = tf.split(tf.convert_to_tensor(tensor), sizes, num=len(places))
-                values |= zip(map(id, parts_of(variable)), pieces, strict=True)
+                values |= by_id(parts_of(variable), pieces)
             else:
                 values |= split([variable], [tensor])
         return values

@@ -8,8 +8,9 @@ up those of the same row in the order of the replicas, so that all of them get t
 import keras
 import tensorflow as tf
 
+from tf2dist.model.shards import by_id, global_clipping
 from tf2dist.model.step import Step
-from tf2dist.model.tables import apply_rows
+from tf2dist.model.tables import apply_rows, sum_by_row
 from tf2dist.tf_internals import counter_of, groups_of
 
 NO_ROW = -1  # fills up ids
@@ -29,7 +30,7 @@ class RowExchange:
     def __init__(self, step: Step, optimizer: keras.Optimizer, narrow: tf.DType | None, lengths: list[int]) -> None:
         self._tables, self._narrow, self._lengths = step.tables, narrow, lengths
         self._optimizer, self._groups = optimizer, groups_of(optimizer, step.trainable)
-        self._global_clipnorms = [(inner.global_clipnorm, trained) for inner, trained in self._groups]
+        self._clip = global_clipping(optimizer, step.trainable)
         for inner, _ in self._groups:
             inner.global_clipnorm = None
 
@@ -59,9 +60,7 @@ class RowExchange:
                 if self._lengths:
                     are_rows = ids != NO_ROW
                     ids, gradients = tf.boolean_mask(ids, are_rows), tf.boolean_mask(gradients, are_rows)
-                unique, places = tf.unique(ids)
-                gradients = tf.cast(gradients, table.dtype)
-                pairs.append((unique, tf.math.unsorted_segment_sum(gradients, places, tf.size(unique))))
+                pairs.append(sum_by_row(ids, tf.cast(gradients, table.dtype)))
         return [ids for ids, _ in pairs], [sums for _, sums in pairs]
 
     def apply(self, variables: list[keras.Variable], gradients: list[tf.Tensor], ids: list[tf.Tensor]) -> None:
@@ -72,12 +71,8 @@ class RowExchange:
             gradients: of these, and then of the rows of each table.
             ids: of these rows.
         """
-        gradient_of = dict(zip(map(id, [*variables, *self._tables]), gradients, strict=True))
-        for norm, trained in self._global_clipnorms:
-            if norm:
-                clipped, _ = tf.clip_by_global_norm([gradient_of[id(v)] for v in trained], norm)
-                gradient_of |= zip(map(id, trained), clipped, strict=True)
-        ids_of = dict(zip(map(id, self._tables), ids, strict=True))
+        gradient_of = self._clip(by_id([*variables, *self._tables], gradients))
+        ids_of = by_id(self._tables, ids)
         for optimizer, trained in self._groups:
             for table in trained:
                 if id(table) in ids_of:
