@@ -22,9 +22,10 @@ from tf2dist.cluster.sources import find_place
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.launch.console import Console
+from tf2dist.launch.run_dir import rows_of
 from tf2dist.palette import SPLIT_STYLES
 from tf2dist.tools.end_of_run import draw_training, new_cycles_collected
-from tf2dist.tools.plotting import SeriesByName, as_png, draw_run, metrics_of, rows_of, series_of, training_figure
+from tf2dist.tools.plotting import SeriesByName, as_png, draw_run, metrics_of, series_of, training_figure
 
 
 def row(step: int, secs: float, /, task: str = "chief-0", **values: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
         if not is_path(str(run_dir)):
             raise ConfigError(f"run_dir ({run_dir}): is not valid UTF-8; name another directory")
         if not config.run_dir:
-            run_dir = _new_default_dir(run_dir, kind or config.mode, config.model["name"])
+            run_dir = _new_default_dir(run_dir, f"{kind or config.mode}-{config.model['name']}")
         # Every run makes `logs`, so a config.yaml without it belongs to some other program.
         if (run_dir / "config.yaml").exists() and not (run_dir / "logs").exists():
             raise ConfigError(f"run_dir ({name}): has a config.yaml of something else; name another directory")
@@ -47,12 +47,17 @@ def make_run_dir(config: RunConfig, kind: str | None = None) -> Path:
     return run_dir
 
 
-def _new_default_dir(outputs: Path, kind: str, model: str) -> Path:
-    """Creates DATE_TIME-KIND-MODEL in a folder, with a number at its end if that exists."""
-    name = f"{datetime.now():%Y%m%d_%H%M%S}-{kind}-{model}"
+def new_names(outputs: Path, name: str) -> Iterator[Path]:
+    """Names for a new folder in another one: DATE_TIME-NAME, and then the same with numbers at the end."""
+    dated = f"{datetime.now():%Y%m%d_%H%M%S}-{name}"
+    yield outputs / dated
+    for number in itertools.count(2):
+        yield outputs / f"{dated}-{number}"
+
+
+def _new_default_dir(outputs: Path, name: str) -> Path:
     outputs.mkdir(mode=0o700, exist_ok=True)
-    for number in itertools.count(1):
-        run_dir = outputs / (name if number == 1 else f"{name}-{number}")
+    for run_dir in new_names(outputs, name):
         # Two runs may start in the same second. mkdir is atomic, so exactly one of them makes the folder.
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(mode=0o700)
@@ -153,3 +158,19 @@ def finished_summary(run_dir: Path) -> dict[str, Any] | None:
         return summary if summary["global_step"] == summary.get("saved_step", summary["global_step"]) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def rows_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a line that is damaged, or still being written, is left out.
+
+    Args:
+        last_bytes: of the file, which alone are read; None for all.
+    """
+    with open_to_read(path) as file:
+        if last_bytes:
+            file.seek(max(0, path.stat().st_size - last_bytes))
+        for line in file:
+            with contextlib.suppress(ValueError):  # a full disk has cut it off, or the last bytes begin within it
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row

@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from tf2dist.files import open_to_read, write_whole
 from tf2dist.launch.console import last_evaluation, result_lines
+from tf2dist.launch.run_dir import rows_of
 from tf2dist.palette import SPLIT_STYLES, Style
 
 WIDTH, ROW_HEIGHT, DPI = 9.0, 2.3, 100  # in inches, and dots an inch: 900 pixels wide
@@ -100,16 +101,6 @@ def series_of(rows: Iterable[dict[str, Any]]) -> SeriesByName:
                 # JSON has no NaN: the file has null for it.
                 series.setdefault(name, Series()).add(step, elapsed_secs, np.nan if value is None else value)
     return series
-
-
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that is damaged, or still being written, is left out."""
-    with open_to_read(path) as file:
-        for line in file:
-            with contextlib.suppress(ValueError):  # a full disk has cut it off
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    yield row
 
 
 def metrics_of(series: SeriesByName) -> list[str]:

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from tf2dist.palette import MODE_STYLES, Style
 from tf2dist.tools.comparing.matrix import Until
 from tf2dist.tools.comparing.results import ContenderResult, Measurement, Point, Spread, typical_secs
-from tf2dist.tools.plotting import GRID, draw_counts, set_style
+from tf2dist.tools.plotting import GRID, draw_counts, own_look, set_style
 
 MAX_PANELS = 12
 BELOW_GOAL = 0.3  # how much of the accuracy below the goal is shown
@@ -388,10 +388,9 @@ def set_legend(figure: Figure, source: Axes | Sequence[Patch], is_narrow: bool) 
 def as_svgs(draw: Draw) -> dict[str, bytes]:
     """The figure as SVG, wide and narrow, light and dark; its letters are shapes, since a phone has other fonts."""
     svgs = {}
-    # The same on every machine and at each time, whatever the user's matplotlibrc says.
-    matplotlib.rcdefaults()
     for name, is_narrow in (("wide", False), ("narrow", True)):
-        with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tf2dist"}), io.BytesIO() as buffer:
+        svg = matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tf2dist"})
+        with own_look(), svg, io.BytesIO() as buffer:
             draw(is_narrow).savefig(buffer, format="svg", metadata={"Date": None})
             svgs[f"{name} light"] = buffer.getvalue()
         svgs[f"{name} dark"] = _darkened(svgs[f"{name} light"])
@@ -405,7 +404,6 @@ def _darkened(svg: bytes) -> bytes:
 
 
 def as_png(draw: Draw) -> bytes:
-    matplotlib.rcdefaults()
-    with io.BytesIO() as buffer:
+    with own_look(), io.BytesIO() as buffer:
         draw(False).savefig(buffer, format="png", dpi=PNG_DPI)
         return buffer.getvalue()

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from tf2dist import files
-from tf2dist.launch.run_dir import finished_summary
+from tf2dist.launch.run_dir import finished_summary, rows_of
 from tf2dist.tools.comparing.matrix import Contender, ContenderRun, Until
 from tf2dist.tools.comparing.running import RUNS, RunOutcome
 
@@ -241,7 +240,7 @@ def spread_text(spread: Spread, form: Callable[[float], str]) -> str:
     return form(spread.mean) + (f" ({low} to {high})" if low != high else "")
 
 
-def rate_text(spread: Spread) -> str:
+def mean_rate_text(spread: Spread) -> str:
     """The mean of a rate, with three digits at least where it has them."""
     return f"{spread.mean:,.0f}" if spread.mean >= 99.5 else f"{spread.mean:.1f}"
 
@@ -277,8 +276,8 @@ MEASURES = (
     SECS,
     EXAMPLES,
     ACCURACY,
-    Column("steps/s", lambda result: result.step_rate, rate_text, key="steps_per_sec"),
-    Column("examples/s", lambda result: Spread.of([run.rates[1] for run in result.measured]), rate_text,
+    Column("steps/s", lambda result: result.step_rate, mean_rate_text, key="steps_per_sec"),
+    Column("examples/s", lambda result: Spread.of([run.rates[1] for run in result.measured]), mean_rate_text,
            key="examples_per_sec"),
     Column("staleness in updates", lambda result: result.staleness, mean_text, key="staleness"),
     Column("dropped gradients in %", lambda result: result.dropped, lambda spread: f"{100 * spread.mean:.0f}",
@@ -332,10 +331,9 @@ def measure(run: ContenderRun, run_dir: Path, summary: dict[str, Any]) -> Measur
 
 def _points(path: Path, examples_per_step: float) -> Iterator[Point]:
     last_step = -1
-    with contextlib.suppress(OSError), files.open_to_read(path) as file:
-        for line in file:
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a full disk has cut it off
-                row = json.loads(line)
+    with contextlib.suppress(OSError):
+        for row in rows_of(path):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # edited
                 if "validation_loss" not in row or "training_secs" not in row or row["step"] <= last_step:
                     continue
                 last_step, accuracy = int(row["step"]), row.get("validation_accuracy")

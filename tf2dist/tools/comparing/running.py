@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tf2dist.config.compose import in_quotes
 from tf2dist.errors import ConfigError, Interrupted, TfDistError, first_line
 from tf2dist.launch.console import Console, clock_text
 from tf2dist.launch.launcher import warm_up
-from tf2dist.launch.run_dir import finished_summary
+from tf2dist.launch.run_dir import finished_summary, new_names, rows_of
 from tf2dist.launch.single_run import run_job
 from tf2dist.signals import StopRequest
 from tf2dist.tools.comparing.matrix import ContenderRun, Until
@@ -47,9 +46,7 @@ class RunOutcome:
 
 def new_folder() -> Path:
     """The default folder of a comparison, which does not exist yet."""
-    first = Path("outputs").absolute() / f"{datetime.now():%Y%m%d_%H%M%S}-compare"
-    names = itertools.chain([first], (first.with_name(f"{first.name}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
+    return next(folder for folder in new_names(Path("outputs").absolute(), "compare") if not folder.exists())
 
 
 def earlier_plan(folder: Path) -> dict[str, list[str]]:
@@ -169,11 +166,9 @@ class Reading:
 def read_progress(path: Path) -> Reading:
     """The last values in metrics.jsonl, as far as there are any."""
     values: dict[str, Any] = {}
-    with contextlib.suppress(OSError), files.open_to_read(path) as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        for line in file.read().decode(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError):  # a line that the tail begins with, or that is not whole
-                values |= json.loads(line)
+    with contextlib.suppress(OSError):
+        for row in rows_of(path, TAIL_BYTES):
+            values |= row
     rate, accuracy = values.get("steps_per_sec"), values.get("validation_accuracy")
     return Reading(values.get("step", 0), rate, accuracy, values.get("training_secs", 0.0))
 

@@ -17,7 +17,7 @@ from tf2dist.tools.comparing.results import (
     ContenderResult,
     Spread,
     count_text,
-    rate_text,
+    mean_rate_text,
     secs_text,
     spread_text,
 )
@@ -207,7 +207,7 @@ def _claim_about_a_straggler(slow: ContenderResult, slow_rate: Spread, rate: Spr
     contender = slow.contender
     share = slow_rate.mean / rate.mean
     figures = (
-        f"{rate_text(slow_rate)} steps/s instead of {rate_text(rate)}, {share:.2f} of it; a step takes "
+        f"{mean_rate_text(slow_rate)} steps/s instead of {mean_rate_text(rate)}, {share:.2f} of it; a step takes "
         f"{1000 / slow_rate.mean:,.1f} ms instead of {1000 / rate.mean:,.1f}."
     )
     settings = (
