@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from tf2dist.files import open_to_read, write_whole
 from tf2dist.launch.console import last_evaluation, result_lines
@@ -37,10 +37,6 @@ GREY, GRID = "#6e7781", "#e4e7ea"
 PALE = 0.35  # how much of a colour stays in the curve behind a moving mean
 MAX_METRICS = 3  # the pictures of more would not fit on a screen
 LOG_FROM = 20.0  # a loss whose largest value is so many times the smallest has a logarithmic axis
-NEAR_ONE, ERRORS_FROM = 0.9, 4.0  # a share that comes so near 1, and whose distance from 1 shrinks so much, has another
-MIN_ERROR, MOST_ERRORS = 1e-4, 0.1  # see `_set_scale`
-SHARES = (0.9, 0.99, 0.5, 0.0, 1.0, 0.95, 0.98, 0.97, 0.8, 0.999, 0.96, 0.995, 0.7, 0.92, 0.998, 0.94, 0.6, 0.3, 0.9999)
-MIN_TICK_GAP = 0.1  # between two of these ticks, the more important ones first, in parts of the axis
 FEW_POINTS = 40  # each of so few is marked
 MANY_POINTS = 200  # so many are drawn pale, with a moving mean over them
 UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
@@ -270,19 +266,11 @@ def _set_scale(both: tuple[Axes, Axes], name: str, curves: list[np.ndarray]) -> 
         return ""
     ratio = values.max() / values.min() if values.min() > 0 else 0.0
     is_growing = len(training) and training[-1] > training[0]
-    if ratio >= LOG_FROM and (name == "loss" or not is_growing):
-        for axes in both:
-            _set_log(axes)
-        return " (log scale)"
-    if name != "loss" and is_growing and values.min() >= 0 and NEAR_ONE <= values.max() <= 1:
-        errors = np.maximum(1 - values, MIN_ERROR)
-        if errors.max() / errors.min() >= ERRORS_FROM:
-            # Values nearer to 1 than most are drawn as on a linear axis, and so have a place, too.
-            least = max(MIN_ERROR, float(np.quantile(errors, MOST_ERRORS)) / 2)
-            for axes in both:
-                _set_log_of_errors(axes, least)
-            return " (log scale of 1 - value)"
-    return ""
+    if ratio < LOG_FROM or (is_growing and name != "loss"):
+        return ""
+    for axes in both:
+        _set_log(axes)
+    return " (log scale)"
 
 
 def _set_log(axes: Axes) -> None:
@@ -291,31 +279,6 @@ def _set_log(axes: Axes) -> None:
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,), numticks=12))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _set_log_of_errors(axes: Axes, least: float) -> None:
-    """Makes the vertical axis logarithmic in 1 - value, so that 0.98 is as far from 0.96 as 0.9 from 0.8.
-
-    Args:
-        least: the distance from 1 at which the axis becomes linear.
-    """
-
-    def height(value: Any) -> Any:
-        return -np.log10(np.maximum(1 - value + least, least / 10))
-
-    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
-    low, high = height(np.nanmin(values)), height(np.nanmax(values))
-    axes.set_yscale("function", functions=(height, lambda heights: 1 + least - 10.0**-heights))
-    margin = 0.05 * (high - low)
-    axes.set_ylim(*(1 + least - 10.0 ** -np.array([low - margin, high + margin])))
-    ticks: list[float] = []
-    for share in SHARES:
-        is_apart = all(abs(height(share) - height(tick)) >= MIN_TICK_GAP * (high - low) for tick in ticks)
-        if low - margin <= height(share) <= high + margin and is_apart:
-            ticks.append(share)
-    axes.yaxis.set_major_locator(FixedLocator(sorted(ticks)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
 
 
