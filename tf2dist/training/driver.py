@@ -117,8 +117,8 @@ class Driver:
             evaluation = self.loop.evaluate(split, self._pause_request)
         except WorkersAway:
             self.stop()
-        is_told = self._length.tells_metrics
-        self.reporter.on_evaluation(split, self.loop.progress.global_step, evaluation, is_told)
+        is_reported = self._length.reports_metrics
+        self.reporter.on_evaluation(split, self.loop.progress.global_step, evaluation, is_reported)
         # All tasks must stop together, and each may have got its signal at another moment of the evaluation.
         self._stop_if(self.loop.combine(self._pause_request()))
         return evaluation
@@ -157,13 +157,13 @@ class Length:
     """The length of a run: where the driver stops on the way to its end, and what is to be done there.
 
     Attributes:
-        tells_metrics: whether the user is told of evaluations by somebody else.
+        reports_metrics: whether the user is told of evaluations by somebody else.
         validation: the last evaluation on the validation set; None if there was none.
         trained: the metrics of the last epoch's training; None if there are no epochs.
         num_epochs: the epochs that have ended; None if the examples tell.
     """
 
-    tells_metrics = False
+    reports_metrics = False
     validation: Evaluation | None = None
     trained: Evaluation | None = None
     num_epochs: int | None = None
@@ -309,7 +309,7 @@ class Epochs(Length):
         hooks: the way to the callbacks; on other tasks than the leader there are none.
     """
 
-    tells_metrics = True  # the caller of `fit` tells them with the other metrics of the epoch
+    reports_metrics = True  # the caller of `fit` tells them with the other metrics of the epoch
 
     def __init__(self, driver: Driver, plan: EpochPlan, hooks: Hooks) -> None:
         self._driver, self._loop, self._plan, self._hooks = driver, driver.loop, plan, hooks

@@ -146,11 +146,11 @@ class NoReporter:
     def on_progress(self, progress: Progress) -> None:
         """Takes the progress of the run; called whenever the loop has some."""
 
-    def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_told: bool = False) -> None:
+    def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_reported: bool = False) -> None:
         """Takes the result of an evaluation, during which training was paused.
 
         Args:
-            is_told: whether the user is told the metrics anyway.
+            is_reported: whether the user is told the metrics by somebody else.
         """
 
     def on_result(
@@ -254,13 +254,13 @@ class Reporter(NoReporter):
                 scalars |= self._rates.scalars(step)
             self._write(step, scalars)
 
-    def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_told: bool = False) -> None:
+    def on_evaluation(self, split: str, step: int, evaluation: Evaluation, is_reported: bool = False) -> None:
         # From the last progress on: a pause begins when the last update of the step has been applied.
         now = time.monotonic()
         self._paused_secs += now - (self._last_at or now)
         self._last_at = now
         print(f"{self._task}, global_step={step}, {split} {evaluation.headline}", flush=True)
-        if step != self.target_step and not is_told:  # the launcher shows the last evaluation with the result
+        if step != self.target_step and not is_reported:  # the launcher shows the last evaluation with the result
             self._to_launcher.note(f"step {step:,}: {split} {metrics_text(evaluation.metrics)}")
         scalars = {f"{split}_{name}": value for name, value in scalars_of(evaluation.metrics).items()}
         if self._first_at:  # not the evaluator, which trains nothing

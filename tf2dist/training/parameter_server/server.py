@@ -131,7 +131,7 @@ class ModelPart(abc.ABC):
     def _applied(self) -> PackedCount:
         """In a graph of the ps: the updates applied so far."""
 
-    def _told(self) -> list[tf.Tensor]:
+    def _reported(self) -> list[tf.Tensor]:
         """In a graph of the ps: with mode=sync_replicas the fields `made_by` and `open` of `Pulled`."""
         return []
 
@@ -143,7 +143,7 @@ class ModelPart(abc.ABC):
         """The arguments of `PullLayout.pack`."""
         applied = self._applied()
         with tf.control_dependencies([applied.bits]):  # first: the values hold at least what has been counted
-            return [storage.read() for storage in self.stored], applied, self.rows_of(*request), *self._told()
+            return [storage.read() for storage in self.stored], applied, self.rows_of(*request), *self._reported()
 
     def rows_exactly(self, request: Request) -> list[tf.Tensor]:
         """On a worker: the rows of each table that it asks for, in their own type."""

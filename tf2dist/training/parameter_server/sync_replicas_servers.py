@@ -179,9 +179,9 @@ class DecidingServer(AggregatingServer):
 
     def was_open(self, pulled: WireTensors) -> tf.Tensor:
         """On a worker: whether the ps took gradients when this was pulled."""
-        told = self.pull_layout.unpack(pulled).open
-        assert told is not None
-        return told[0] > 0
+        is_open = self.pull_layout.unpack(pulled).open
+        assert is_open is not None
+        return is_open[0] > 0
 
     def counts(self) -> GradientCounts:
         return self._counters.split(self._read().numpy())
@@ -194,7 +194,7 @@ class DecidingServer(AggregatingServer):
         self.step.assign(step)
         self._counters.restore(aggregated, dropped)
 
-    def _told(self) -> list[tf.Tensor]:
+    def _reported(self) -> list[tf.Tensor]:
         is_open = self.step.read_value() < self._limit.read_value()
         return [tf.cast(self._counters.made_by.read_value(), tf.float32), tf.cast(is_open, tf.float32)[None]]
 

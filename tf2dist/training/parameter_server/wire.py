@@ -177,7 +177,7 @@ class PullLayout:
     Args:
         variables: those whose values are pulled.
         tables: those of which rows are pulled.
-        num_workers: of which is told who made the last update, and whether the ps is open; None if that is not told.
+        num_workers: of which a pull reports who made the last update, and whether the ps is open; None if it does not.
         narrow: see `Buckets`.
     """
 
@@ -193,16 +193,16 @@ class PullLayout:
         self.specs = self.rows.open(self._buckets.specs)
 
     def pack(
-        self, values: list[tf.Tensor], applied: PackedCount, rows: Sequence[tf.Tensor] = (), *told: tf.Tensor
+        self, values: list[tf.Tensor], applied: PackedCount, rows: Sequence[tf.Tensor] = (), *reported: tf.Tensor
     ) -> WireTensors:
-        """Packs a pull; `told`: with mode=sync_replicas the fields `made_by` and `open` of `Pulled`."""
-        return self._buckets.pack(values, applied.bits, *told, *self.rows.pack(rows))
+        """Packs a pull; `reported`: with mode=sync_replicas the fields `made_by` and `open` of `Pulled`."""
+        return self._buckets.pack(values, applied.bits, *reported, *self.rows.pack(rows))
 
     def unpack(self, buckets: WireTensors, request: Request = ()) -> Pulled:
         """Reads what was packed; `request`: of the rows, or none if they are not needed."""
         values, (bits, *others) = self._buckets.unpack(buckets, *self._sizes, *self.rows.sizes)
-        told, flat = others[: len(self._sizes) - 1], others[len(self._sizes) - 1 :]
-        return Pulled(values, PackedCount(bits), self.rows.unpack(flat, request), *told)
+        reported, flat = others[: len(self._sizes) - 1], others[len(self._sizes) - 1 :]
+        return Pulled(values, PackedCount(bits), self.rows.unpack(flat, request), *reported)
 
 
 class PushLayout:

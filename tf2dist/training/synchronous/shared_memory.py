@@ -65,8 +65,8 @@ def open_shared_memory(
         files[index] = _create_file(_header(index, secret))
     mine = [os.getpid(), files.get(index, -1)]
     # Each worker passes its numbers at its own index and 0 elsewhere, so the sum holds those of all.
-    told = add_up([float(number) * (worker == index) for worker in range(num_workers) for number in mine])
-    places = [(int(told[2 * worker]), int(told[2 * worker + 1])) for worker in range(num_workers)]
+    gathered = add_up([float(number) * (worker == index) for worker in range(num_workers) for number in mine])
+    places = [(int(gathered[2 * worker]), int(gathered[2 * worker + 1])) for worker in range(num_workers)]
     with contextlib.suppress(OSError):
         for worker in range(num_workers):
             if worker != index:
