@@ -29,7 +29,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
-def noting_names(folder: Path) -> dict[str, str]:
+def recording_names(folder: Path) -> dict[str, str]:
     """The variables of a command that notes what names it looks up."""
     (folder / "sitecustomize.py").write_text(NOTE_NAMES)
     (folder / "names").touch()
@@ -46,7 +46,7 @@ def assert_asked_for_no_name(folder: Path) -> None:
 )
 def test_a_plain_run_is_quiet_and_looks_up_no_name(cold_command: Command, mode: str) -> None:
     """So is the first run of test_train.py."""
-    env = noting_names(cold_command.folder)
+    env = recording_names(cold_command.folder)
     finished = cold_command(f"mode={mode}", "cluster=local2", "data=digits", "train.steps=200", env=env)
     assert finished.code == 0, finished
     lines = finished.stderr.splitlines()

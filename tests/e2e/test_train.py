@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import BLOCKS, PAGES, Command, Finished
-from tests.e2e.test_quiet import assert_asked_for_no_name, noting_names
+from tests.e2e.test_quiet import assert_asked_for_no_name, recording_names
 from tests.shown import is_as_shown
 
 SUMMARY_KEYS = {
@@ -79,7 +79,7 @@ def test_the_main_command(
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")  # it is quiet without it
     real_data = request.getfixturevalue("real_data") if data == "real" else data
     options = [f"mode={mode}", "cluster=local3", f"data={real_data}", "train.eval_every_steps=400", "figure=true"]
-    finished = cold_command(*options, env=noting_names(cold_command.folder))
+    finished = cold_command(*options, env=recording_names(cold_command.folder))
     summary = summary_of(finished)
     assert_asked_for_no_name(cold_command.folder)
     if (mode, real_data) == ("async", "mnist"):

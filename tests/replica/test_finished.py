@@ -209,7 +209,7 @@ def test_a_wait_for_the_disk_is_no_stall(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(heartbeat, "_deadline", 0.0)
     left: list[float] = []
 
-    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **options: Any) -> Any:
             left.append(heartbeat._deadline - time.monotonic())
             heartbeat.progress()
@@ -218,9 +218,9 @@ def test_a_wait_for_the_disk_is_no_stall(tmp_path: Path, monkeypatch: pytest.Mon
         return noted
 
     model = trained(nameless)
-    monkeypatch.setattr(keras.saving, "save_model", noting(keras.saving.save_model))
+    monkeypatch.setattr(keras.saving, "save_model", recording(keras.saving.save_model))
     describe(tmp_path, model, lambda: nameless().optimizer, pytest.fail)
-    monkeypatch.setattr(os, "fsync", noting(os.fsync))
+    monkeypatch.setattr(os, "fsync", recording(os.fsync))
     write_model(tmp_path, model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, pytest.fail)
     assert min(left[:2]) > heartbeat.START_SECS / 2
 

@@ -70,7 +70,7 @@ def gradients_of(step: Step) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", ["recomputed function", "traced step"])
 def test_a_variable_that_keras_alone_trains_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whatever hides it; here a custom gradient is not told of the values that it reads."""
-    monkeypatch.setattr(CallScope, "noting_reads", lambda self: contextlib.nullcontext({}))
+    monkeypatch.setattr(CallScope, "recording_reads", lambda self: contextlib.nullcontext({}))
     with pytest.raises(ConfigError, match=r"^model.*: .*/(w|kernel|bias) .*no gradient here, and .* keras.Model.fit"):
         gradients_of(step_of(MODELS[name][0]))
 

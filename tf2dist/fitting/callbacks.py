@@ -243,9 +243,9 @@ class Callbacks:
     def ended_by(self) -> str:
         """Which callback has set `stop_training`, as far as that can be seen."""
         user_callbacks = [callback for callback in self._list.callbacks if not isinstance(callback, HISTORY)]
-        # Only those of Keras's kind note that it was they.
-        noted = [callback for callback in user_callbacks if getattr(callback, "stopped_epoch", 0)] or user_callbacks
-        return type(noted[0]).__name__ if len(noted) == 1 else "a callback"
+        # Only those of Keras's kind record that it was they.
+        recorded = [callback for callback in user_callbacks if getattr(callback, "stopped_epoch", 0)] or user_callbacks
+        return type(recorded[0]).__name__ if len(recorded) == 1 else "a callback"
 
     def advice(self) -> str:
         """A line on batch hooks that are not called for every step, as they are in Keras; empty if there is none."""

@@ -89,7 +89,7 @@ def exchanging(exchange: Exchange | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[tf.Tensor]]:
+def recording() -> Iterator[list[tf.Tensor]]:
     """The block in which a step is traced as that of a single replica; the sums that `gather` takes."""
     totals: list[tf.Tensor] = []
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.splits import Splits
-from tf2dist.model.batch_attention import noting
+from tf2dist.model.batch_attention import recording
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.recurrence import reached_from, recurrence_of
 from tf2dist.model.shards import by_id
@@ -167,7 +167,7 @@ class _StateTrial:
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
         """In the graph: the new state, and for `changed` what a step adds, and from where the values move to that."""
         trainable = [_moved(value, move) for value in self._step.values()[0]]
-        with noting() as gathered:
+        with recording() as gathered:
             new_state = self._step(trainable, state, leaves, step_place(tf.constant(0), number)).state
         reached = reached_from(*leaves, number, barriers=gathered if self._gathers else ())
         old = by_id([*self._step.state, *self._step.trainable], [*state, *trainable])

@@ -111,7 +111,7 @@ def _custom_gradient(
         return original(function, args, options)
     args = tf.nest.map_structure(tf.convert_to_tensor, list(args), expand_composites=True)
     scope.has_custom_gradients = True
-    with scope.noting_reads() as read:
+    with scope.recording_reads() as read:
         result, gradients_of = function(*args)
     # TensorFlow gives them in the order of their names there.
     with scope.left():

@@ -81,7 +81,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         self._known = {id(variable) for variable, _ in mapping}
         self._tables = set(map(id, tables))
         # To TensorFlow a variable stays trainable if Keras has frozen its layer.
-        self._noted = {id(variable) for variable, _ in mapping if variable.value.trainable}
+        self._recorded = {id(variable) for variable, _ in mapping if variable.value.trainable}
         self.trainable_ids = set(map(id, trainable)) - self._tables
         # By id of the tape: the tape, and the values that it watches of each variable, by id.
         self._watched: dict[int, tuple[tf.GradientTape, dict[int, list[tf.Tensor]]]] = {}
@@ -122,7 +122,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
         if id(variable) not in self._known and all(variable is not outside for outside in self.outside):
             self.outside.append(variable)
         value = super().get_current_value(variable)
-        if id(variable) in self._noted:
+        if id(variable) in self._recorded:
             for read in self._reads:
                 read.setdefault(id(variable), (variable, value))
         return value
@@ -140,7 +140,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
             self.watch_new(id(variable))
 
     @contextlib.contextmanager
-    def noting_reads(self) -> Iterator[dict[int, tuple[keras.Variable, tf.Tensor]]]:
+    def recording_reads(self) -> Iterator[dict[int, tuple[keras.Variable, tf.Tensor]]]:
         """In a function with a custom gradient: the variables that it reads, with their values, by id.
 
         They are those that TensorFlow would give to its gradient.
@@ -153,7 +153,7 @@ class CallScope(keras.StatelessScope):  # type: ignore[misc]
             self._reads.pop()
 
     @property
-    def is_noting_reads(self) -> bool:
+    def is_recording_reads(self) -> bool:
         return bool(self._reads)
 
     def watch_new(self, key: int) -> None:

@@ -103,7 +103,7 @@ def _is_within_loop(tensor: tf.Tensor, graph: tf.Graph) -> bool:
 def _is_differentiated() -> bool:
     """Whether a function with a custom gradient is called, which gives gradients to variables and not to rows."""
     scope = current_scope()
-    return scope is not None and scope.is_noting_reads
+    return scope is not None and scope.is_recording_reads
 
 
 def checked(ids: tf.Tensor, rows: int) -> tf.Tensor:

@@ -158,8 +158,8 @@ def recorded(tensors: Tensors, worker: Any, *, has_ended: bool) -> Tensors:
     tensors = arrived(tensors)
     with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(tensors)):
         inputs = [tf.cast(worker, tf.int64), tf.constant(has_ended)]
-        noted = tf.raw_ops.PyFunc(input=inputs, token=TIMELINE_TOKEN, Tout=[tf.int64])
-    with tf.control_dependencies(noted):
+        done = tf.raw_ops.PyFunc(input=inputs, token=TIMELINE_TOKEN, Tout=[tf.int64])
+    with tf.control_dependencies(done):
         copies: Tensors = tf.nest.map_structure(tf.identity, tensors)
         return copies
 

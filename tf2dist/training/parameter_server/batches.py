@@ -373,13 +373,13 @@ class EndingNumbers(WorkerNumbers):
             self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False, name="epoch")
             self._repeats = tf.Variable(0, dtype=tf.int64, trainable=False, name="repeats_last_batch")
         self._begin = server.on_device(self._begun, INDEX)
-        self._note = server.on_device(self._noted, INDEX, INDEX, INDEX, INDEX)
+        self._record = server.on_device(self._recorded, INDEX, INDEX, INDEX, INDEX)
 
     def next_batches(self, worker: tf.Tensor, num: int) -> tf.Tensor:
         steps, first, epoch, others_go_on, repeats = tf.unstack(self._begin(worker))
         count = remote_count(worker, epoch, first, num, others_go_on)
         end = tf.where(count < num, first + count, OPEN)
-        self._note(worker, epoch, end, num - count)
+        self._record(worker, epoch, end, num - count)
         return tf.stack([steps, first, tf.maximum(count, repeats * num)])
 
     def _begun(self, worker: tf.Tensor) -> tf.Tensor:
@@ -390,8 +390,8 @@ class EndingNumbers(WorkerNumbers):
         number = steps + tf.gather(shifts, worker)
         return tf.stack([steps, number, self._epoch, tf.cast(others_go_on, tf.int64), self._repeats])
 
-    def _noted(self, worker: tf.Tensor, epoch: tf.Tensor, end: tf.Tensor, unused: tf.Tensor) -> tf.Tensor:
-        """On the ps: notes where the worker's data end, and the steps that its call had too much."""
+    def _recorded(self, worker: tf.Tensor, epoch: tf.Tensor, end: tf.Tensor, unused: tf.Tensor) -> tf.Tensor:
+        """On the ps: records where the worker's data end, and the steps that its call had too much."""
         # A worker that was given up may still be in a call of an earlier epoch.
         is_now = tf.cast(epoch == self._epoch, tf.int64)
         before = tf.gather(self._ends.read_value(), worker)
