@@ -81,13 +81,13 @@ class ProgressMessage(TaskMessage):
 
     Attributes:
         target_step: 0 if it is not known.
-        metrics: over the steps since the last message, the loss among them.
+        metrics: over the steps since the last message, or of the epoch of `fit` so far, the loss among them.
         steps_per_sec: the mean rate of the training so far, as in summary.json; None while unknown.
     """
 
     step: int
     target_step: int
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     steps_per_sec: float | None = None
 
 

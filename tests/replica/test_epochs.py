@@ -15,17 +15,19 @@ from tests.replica.in_memory_source import AsOfFit, InMemorySource, RecordingHoo
 from tests.replica.small_runs import run_config, sync_loop
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Frozen
 from tf2dist.checkpoint.store import NoSaver
+from tf2dist.cluster.spec import Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import NotFiniteError
-from tf2dist.messages import ToLauncher
+from tf2dist.messages import ProgressMessage, ToLauncher
 from tf2dist.model.source import EpochPlan
 from tf2dist.run import announce
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.driver import Driver, Epochs
 from tf2dist.training.hooks import CallbackEffects
-from tf2dist.training.report import NoReporter
+from tf2dist.training.loop import PauseRequest
+from tf2dist.training.report import NoReporter, Reporter
 
 EPOCHS, BATCH = 3, 30
 SEED = 7
@@ -159,7 +161,9 @@ def source_of(name: str, **plan: Any) -> InMemorySource:
     )
 
 
-def keras_fit(source: InMemorySource, batch_size: int = BATCH) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+def keras_fit(
+    source: InMemorySource, batch_size: int = BATCH, callbacks: tuple[keras.callbacks.Callback, ...] = ()
+) -> tuple[dict[str, list[float]], list[np.ndarray]]:
     keras.utils.set_random_seed(SEED)
     model, splits = source.make(), source.load()
     train, other = splits.train, splits.validation
@@ -173,6 +177,7 @@ def keras_fit(source: InMemorySource, batch_size: int = BATCH) -> tuple[dict[str
         validation_batch_size=BATCH,
         validation_steps=source.plan.validation_steps if source.plan else None,
         initial_epoch=source.plan.initial_epoch if source.plan else 0,
+        callbacks=[*callbacks],
         epochs=EPOCHS,
         shuffle=False,
         verbose=0,
@@ -252,6 +257,42 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
         ("begin", 0, 0),
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
         ("end", EPOCHS, 10 * EPOCHS),
+    ]
+
+
+class Batches(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_hooks_of_batches_get_the_metrics_of_the_epoch_so_far(
+    async_loop: Any, publishing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tf2dist.training.report.SEND_EVERY_SECS", 0.0)
+    source, hooks, sent, steps = source_of("regression"), RecordingHooks(), list[Any](), (4, 7, 10, 14, 20)
+    publishing(source.load())
+    loop, theirs = async_loop(config_of(BATCH), 1, 1, source=source), Batches()
+    with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 0.0) as reporter:
+        reporter.follow(loop)
+        length = Epochs(driver_of(loop, source, hooks, reporter=reporter), source.plan, hooks)
+        length.begin()
+        for step in steps:
+            loop.train(step)
+            reporter.on_progress(loop.progress)
+            length.on_stop(PauseRequest.CHANGE)
+    keras_fit(source, callbacks=(theirs,))
+    paused = {step: logs for kind, _, step, logs in hooks.calls if kind == "pause"}
+    told = {message.step: message.metrics for message in sent if isinstance(message, ProgressMessage)}
+    for found in (paused, told):
+        assert found.keys() == set(steps)
+        for step, logs in found.items():
+            assert logs == pytest.approx(theirs.logs[step - 1], rel=1e-4, abs=1e-5), step
+    assert [paused[step] for step in (10, 20)] == [
+        {name: logs[name] for name in paused[step]} for kind, _, step, logs in hooks.calls if kind == "epoch"
     ]
 
 
@@ -474,6 +515,6 @@ def test_an_epoch_that_a_callback_ends_is_validated_and_its_end_is_called(
     logs = ["loss", "mae", "r2_score", "val_loss", "val_mae", "val_r2_score"]
     step = calls[1][2]
     assert 0 < step < 10
-    begun = [("begin", 0, 0, []), ("pause", 0, step, []), ("epoch", 0, step, logs)]
+    begun = [("begin", 0, 0, []), ("pause", 0, step, logs[:3]), ("epoch", 0, step, logs)]
     later = [] if stops else [("epoch", n, step + 10 * n, logs) for n in range(1, EPOCHS)]
     assert calls == [*begun, *later, ("end", 1 + len(later), step + 10 * len(later), [])]

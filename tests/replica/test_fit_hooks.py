@@ -383,6 +383,25 @@ def test_a_pause_is_requested_once_until_the_run_pauses(tmp_path: Path) -> None:
     assert (sent.get(), sent.get()) == (True, False)
 
 
+@pytest.mark.parametrize("pauses", [True, False])
+def test_hooks_of_batches_get_the_metrics_that_come_with_their_step(pauses: bool, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def script(leader: Leader) -> None:
+        leader.call("begin", 0, 0)
+        leader.session.on_message(ProgressMessage(3, 20, {"loss": 3.0, "several": [1.0, 2.0]}, task="chief-0"))
+        if pauses:
+            leader.call("pause", 0, 5, loss=2.0, several=[3.0, 4.0])
+        leader.call("end", 1, 20)
+
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, logs)))
+    leader = Leader(tmp_path, [look])
+    leader.callbacks.needs_pauses = pauses
+    leader.run(script)
+    ((step, logs),) = seen
+    assert (step, logs["loss"], logs["several"].tolist()) == ((5, 2.0, [3.0, 4.0]) if pauses else (3, 3.0, [1.0, 2.0]))
+
+
 @pytest.mark.parametrize(
     ("make", "is_told"),
     [

@@ -158,7 +158,7 @@ def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sent: list[Any] = []
     with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 4990.0) as reporter:
         reporter.set_target(100)
-        monkeypatch.setattr(reporter, "_shown", type("", (), {"since_last": lambda self, now: {"loss": 0.5}})(), False)
+        monkeypatch.setattr(reporter, "_shown", type("", (), {"read": lambda self, now: {"loss": 0.5}})(), False)
         monkeypatch.setattr(reporter, "_filed", reporter._shown, False)
         progress(1, 5.0)
         progress(10, 2.0)

@@ -33,6 +33,11 @@ def _signal_of(error: BaseException) -> signal.Signals:
     return signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
 
 
+def _logs_of(metrics: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no arrays: a metric of several numbers comes as a list, and Keras's callbacks expect an array.
+    return {name: np.array(value) if isinstance(value, list) else value for name, value in metrics.items()}
+
+
 class FitSession:
     """The caller's side of one run; see `launch.host_run.Session`.
 
@@ -59,8 +64,6 @@ class FitSession:
         # Written before the answer that ends the run, and read when the leader calls for the end.
         self._end = ""
         self.step = 0
-        # Those of the last progress message: the call for a pause has none.
-        self._metrics: dict[str, float] = {}
 
     # In the thread of the run.
 
@@ -171,8 +174,7 @@ class FitSession:
         if call.kind in ("begin", "pause"):
             self._is_pause_requested = False
         arrays, state = (self._read(path) for path in (call.arrays, call.state))
-        # JSON has no arrays: a metric of several numbers comes as a list, and Keras's callbacks expect an array.
-        logs = {name: np.array(value) if isinstance(value, list) else value for name, value in call.logs.items()}
+        logs = _logs_of(call.logs)
         put = arrays, call.learning_rates, call.step
         match call.kind:
             case "begin":
@@ -183,7 +185,7 @@ class FitSession:
                 callbacks.note_not_finite(logs)
                 return
             case "pause":
-                effects = callbacks.pause(self._metrics, *put)
+                effects = callbacks.pause(logs, *put)
             case _:
                 effects = callbacks.after_last_step(*put)
         if effects.stop and call.epoch + 1 < self._num_epochs:
@@ -208,14 +210,14 @@ class FitSession:
         return HookAnswer(number, effects.stop, effects.learning_rates, *files)
 
     def _on_progress(self, progress: ProgressMessage, callbacks: Callbacks) -> None:
-        self.step, self._metrics = progress.step, progress.metrics
+        self.step = progress.step
         # Hooks that may read or change weights wait for the pause, which brings the weights of one step. The others
         # are called right here, so the cluster does not pause for them.
         if callbacks.needs_pauses:
             if not self._is_pause_requested:
                 self._request_pause()
         elif callbacks.has_batch_hooks:
-            callbacks.on_progress(progress.step, progress.metrics)
+            callbacks.on_progress(progress.step, _logs_of(progress.metrics))
 
     def _request_pause(self) -> None:
         self._is_pause_requested = True

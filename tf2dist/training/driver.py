@@ -17,6 +17,7 @@ from tf2dist.checkpoint.store import NoSaver
 from tf2dist.config.schema import TrainConfig
 from tf2dist.errors import ConfigError, Interrupted, NotFiniteError
 from tf2dist.model.evaluation import Evaluation
+from tf2dist.model.metrics import Results
 from tf2dist.model.source import EpochPlan
 from tf2dist.process import heartbeat
 from tf2dist.process.inbox import asked_to_stop
@@ -322,6 +323,7 @@ class Epochs(Length):
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
         self._apply(CallbackEffects(learning_rates=self._state.learning_rates))
         self._note_end(self._call("begin", {}))
+        self._driver.reporter.begin_epoch(self._state.before)
 
     def next_stop(self, step: int) -> int | None:
         """The end of the epoch, which takes several turns if a checkpoint or a callback interrupts it."""
@@ -339,7 +341,7 @@ class Epochs(Length):
     def on_stop(self, requested: PauseRequest) -> bool:
         # The callbacks come before the checkpoint, which must hold what they have changed: a resumed run does not call
         # them again.
-        ends_early = PauseRequest.CHANGE in requested and self._call("pause", {}).stop
+        ends_early = PauseRequest.CHANGE in requested and self._call("pause", self._metrics()).stop
         loop, position = self._loop, self._state.position
         if ends_early or loop.epoch_has_ended or loop.progress.global_step == position.end_of(position.epoch):
             self._end_epoch()
@@ -350,7 +352,7 @@ class Epochs(Length):
         loop, state = self._loop, self._state
         self._tell_unread()
         self._driver.reporter.show_progress()  # before the caller of `fit` tells of the end of the epoch
-        logs = loop.metrics.results(loop.progress.metrics - state.before)
+        logs = self._metrics()
         self.trained = Evaluation(logs, loop.progress.examples)
         if self._validates():
             self.validation = self._driver.evaluate("validation")
@@ -362,20 +364,24 @@ class Epochs(Length):
         if loop.clear_metrics():
             self._driver.reporter.restart_metrics()
         state.before = loop.progress.metrics
+        self._driver.reporter.begin_epoch(state.before)
         if loop.sharding.ends_with_data:
             loop.begin_epoch()
+
+    def _metrics(self) -> Results:
+        """The metrics of the training in this epoch so far."""
+        return self._loop.metrics.results(self._loop.progress.metrics - self._state.before)
 
     def _validates(self) -> bool:
         return self._plan.validates(self._state.position.epoch) and "validation" in self._driver.splits
 
     def on_not_finite(self) -> None:
         """Leaves the metrics of the epoch for TerminateOnNaN, without waiting: this task ends with an error."""
-        progress = self._loop.progress
-        logs = self._loop.metrics.results(progress.metrics - self._state.before)
+        logs, step = self._metrics(), self._loop.progress.global_step
         if self._validates():
             names = self.validation.metrics if self.validation else logs
             logs |= {f"val_{name}": math.nan for name in names}
-        self._hooks.post("not finite", self._state.position.epoch, progress.global_step, logs, (), lambda _: {}, {})
+        self._hooks.post("not finite", self._state.position.epoch, step, logs, (), lambda _: {}, {})
 
     def _tell_unread(self) -> None:
         """Tells once that the end of one worker's data has left batches of others out."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf2dist.cluster.spec import Task
@@ -30,14 +31,26 @@ SCHEDULE = keras.optimizers.schedules.LearningRateSchedule
 class _Recent:
     """The metrics of the training steps since they were last read."""
 
-    def __init__(self, metrics: Metrics, before: Progress) -> None:
-        self._metrics, self._before = metrics, before.metrics
+    def __init__(self, metrics: Metrics, before: np.ndarray) -> None:
+        self._metrics, self._before = metrics, before
 
-    def since_last(self, progress: Progress) -> dict[str, float]:
-        new, self._before = progress.metrics - self._before, progress.metrics
+    def read(self, progress: Progress) -> dict[str, Any]:
+        results = self._results(progress)
+        self._before = progress.metrics
+        return {**scalars_of(results), "loss": progress.loss}
+
+    def _results(self, progress: Progress) -> dict[str, Any]:
+        new = progress.metrics - self._before
         # Without a step in between, the metrics would be quotients of zeros.
-        results = scalars_of(self._metrics.results(new)) if new.any() else {}
-        return {**results, "loss": progress.loss}
+        return self._metrics.results(new) if new.any() else {}
+
+
+class _OfEpoch(_Recent):
+    """The metrics of the steps since an epoch of `fit` began, which Keras gives to the hooks of batches."""
+
+    def read(self, progress: Progress) -> dict[str, Any]:
+        # A step of a model's own may return no loss, but the display shows one.
+        return {"loss": progress.loss, **self._results(progress)}
 
 
 def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[str, Any]:
@@ -125,6 +138,9 @@ class NoReporter:
     def restart_metrics(self) -> None:
         """Tells the reporter that sums of metrics are counted from 0 again; see `Loop.clear_metrics`."""
 
+    def begin_epoch(self, before: np.ndarray) -> None:
+        """Tells the reporter that an epoch of `fit` begins, or goes on; `before`: the sums of metrics at its begin."""
+
     def note(self, text: str) -> None:
         """Tells the user a line."""
 
@@ -210,7 +226,11 @@ class Reporter(NoReporter):
     def restart_metrics(self) -> None:
         assert self._loop
         # The display and the files are served at different times, so each has its own last reading.
-        self._shown, self._filed = (_Recent(self._loop.metrics, self._loop.progress) for _ in range(2))
+        self._shown, self._filed = (_Recent(self._loop.metrics, self._loop.progress.metrics) for _ in range(2))
+
+    def begin_epoch(self, before: np.ndarray) -> None:
+        assert self._loop
+        self._shown = _OfEpoch(self._loop.metrics, before)
 
     def set_target(self, step: int, ended_by: str = "") -> None:
         if ended_by:
@@ -225,7 +245,7 @@ class Reporter(NoReporter):
             self._send(self._loop.progress)
 
     def _send(self, progress: Progress) -> None:
-        metrics, rate = self._shown.since_last(progress), self.steps_per_sec()
+        metrics, rate = self._shown.read(progress), self.steps_per_sec()
         # Rounded as in the summary, or the two might be shown as 147 and 148.
         target = self.target_step if self.target_step < UNKNOWN_STEPS else 0
         self._to_launcher.send(ProgressMessage(progress.global_step, target, metrics, rate and round(rate, 2)))
@@ -246,7 +266,7 @@ class Reporter(NoReporter):
             self._send(progress)
         if now - self._written_at >= WRITE_EVERY_SECS or step >= self.target_step:
             self._written_at = now
-            scalars = self._filed.since_last(progress)
+            scalars = self._filed.read(progress)
             rate = self.steps_per_sec()
             if rate:
                 scalars |= {"steps_per_sec": rate, "training_secs": round(self.training_secs, 4)}
