@@ -17,6 +17,7 @@ from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.source import EpochPlan
 from tf2dist.tf_internals import inner_optimizers, learning_rate_of
+from tf2dist.training.finished_model import fill, saved_variables
 
 
 def test_a_change_of_what_a_schedule_reads_is_refused() -> None:
@@ -43,6 +44,48 @@ def test_the_count_of_updates_is_that_of_the_run() -> None:
     mirror.put({EARLIER_ARRAY: np.array(7)}, (0.5,), 30)
     assert int(model.optimizer.iterations) == 37
     assert mirror.changes() == ({}, ())
+
+
+class PartlyUsed(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="partly_used")
+        self.used = keras.layers.Dense(1, name="used")
+        self.unused = keras.layers.Dense(2, name="unused", bias_initializer="ones")
+
+    def build(self, shape: Any) -> None:
+        self.used.build(shape)
+        self.unused.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.used(x)
+
+
+def partly_used() -> keras.Model:
+    model = PartlyUsed()
+    model.build((None, 2))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5, use_ema=True, ema_momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_variable_without_a_gradient_has_the_moving_average_of_keras() -> None:
+    """The tasks have none of it: they leave such variables out of their optimizers."""
+    trained, names = partly_used(), list(saved_variables(partly_used()))
+    begun = Mirror(trained)
+    trained.fit(np.ones([20, 2]), np.ones(20), batch_size=5, verbose=0)
+    values = {name: np.array(variable) for name, variable in begun._named.items()}
+    arrays = {name: value for name, value in values.items() if not name.startswith("optimizer/unused")}
+    seen, finished, new = (partly_used() for _ in range(3))
+    mirror = Mirror(seen)
+    mirror.put(arrays, (0.1,), 4)
+    assert mirror.changes() == ({}, ())
+    fill(finished, names, arrays, 4)
+    for model in (seen, finished):
+        for mine, theirs in zip(model.optimizer.variables, trained.optimizer.variables, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6, err_msg=theirs.path)
+    Mirror(new).put({name: array for name, array in arrays.items() if name.startswith("model/")}, (0.1,), 0)
+    assert not any(np.any(variable) for variable in new.optimizer.variables if "average" in variable.name)
 
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)

@@ -40,6 +40,7 @@ from tf2dist.tf_internals import (
 
 Named = dict[str, list[keras.Variable]]  # several for what each ps has a copy of, such as Nadam's product of momenta
 LOSS_SCALE = "optimizer/loss_scale/"  # how the names of the variables of a LossScaleOptimizer begin
+AVERAGE = "/model_variables_moving_average"  # how the names of those of `use_ema` end
 MAX_NAMES = 6  # of variables in a message
 NUMBER = re.compile(r"_(\d+)$")  # of a layer, as Keras counts those of one process
 
@@ -350,6 +351,20 @@ def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Va
     for optimizer, variables in optimizers:
         optimizer.finalize_variable_values(variables)
     return trained
+
+
+def averages_left_out(names: Collection[str], given: Collection[str]) -> dict[str, str]:
+    """The names of moving averages that a run does not have, each with the name of the variable that it is equal to.
+
+    A run gives its optimizers no variable to which no gradient leads. With `use_ema` Keras averages it all the same,
+    and the average of a value that does not change is this value.
+
+    Args:
+        names: of the variables of a model and its optimizer.
+        given: those of the run.
+    """
+    left_out = (name for name in names if name.endswith(AVERAGE) and name not in given)
+    return {name: f"model/{name.removeprefix('optimizer/').removesuffix(AVERAGE)}" for name in left_out}
 
 
 def input_facts(sharding: Sharding, position: InputPosition | None = None, positions: Sequence[int] = ()) -> InputFacts:

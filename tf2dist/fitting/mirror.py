@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot
-from tf2dist.checkpoint.state import named_variables
+from tf2dist.checkpoint.state import averages_left_out, named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
 from tf2dist.model.compiled_step import CompiledStep
@@ -95,6 +95,8 @@ class Mirror:
         self._cluster_count = counted if self._counts_steps else int(self._counters[0].numpy())
         for counter, times in zip(self._counters, self._per_step, strict=True):
             counter.assign(times * self._cluster_count)
+        for average, variable in averages_left_out(self._named, arrays).items() if has_weights and counted else ():
+            self._named[average].assign(self._named[variable])
         set_learning_rates(self.optimizer, learning_rates)
         # What is mapped from a file is kept as it came, for which no memory is taken. The rest is read back.
         self._cluster_arrays = {

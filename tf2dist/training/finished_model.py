@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import flush
-from tf2dist.checkpoint.state import LOSS_SCALE, Named, assign, differences, named_variables
+from tf2dist.checkpoint.state import LOSS_SCALE, Named, assign, averages_left_out, differences, named_variables
 from tf2dist.errors import CheckpointError, reason_of
 from tf2dist.files import write_whole
 from tf2dist.linux import free_memory
@@ -238,6 +238,8 @@ def fill(
     by_name = {_renamed(name, renamed): copies for name, copies in by_name.items()}
     arrays = {name: array for name, array in arrays.items() if name in by_name}
     assign(by_name, {name: array for name, array in arrays.items() if not put(by_name[name][0], array)})
+    for average, variable in averages_left_out(by_name, arrays).items() if step else ():
+        by_name[average][0].assign(by_name[variable][0])
     # A LossScaleOptimizer leaves out updates; how many it has applied is among the arrays.
     has_count = any(name.startswith(LOSS_SCALE) for name in arrays)
     if optimizer and not has_count:
