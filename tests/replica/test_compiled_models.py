@@ -18,7 +18,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.model import model_checks, support
 from tf2dist.model.builtin import two_tower
 from tf2dist.model.compiled_step import CompiledStep
-from tf2dist.model.evaluation import chunk_size
+from tf2dist.model.evaluation import chunk_size, chunks
 from tf2dist.model.source import EpochPlan, MakeOptimizer, build_step, plain_model
 from tf2dist.model.step import Step, StepOutput
 
@@ -295,6 +295,21 @@ def test_an_own_loss_is_evaluated_in_the_batches_of_keras(make: Callable[[], ker
     step, _ = built(make)
     assert chunk_size(32, step, EpochPlan()) == 32
     assert chunk_size(32, built(lambda: compiled(dense(), CROSSENTROPY()))[0], EpochPlan()) > 32
+
+
+def of_eight() -> keras.Model:
+    images = keras.Input((28, 28, 1), batch_size=8)
+    return compiled(keras.Model(images, layers.Dense(10)(keras.ops.reshape(images, (8, 784)))), CROSSENTROPY())
+
+
+@pytest.mark.parametrize("plan", [EpochPlan(), None])
+def test_a_model_with_a_fixed_batch_size_is_evaluated_in_its_batches(plan: EpochPlan | None) -> None:
+    step, _ = built(of_eight)
+    evaluate, examples = step.evaluate_function(), load_digits(run_config().data).train[:16]
+    ranges = chunks(16, chunk_size(8, step, plan))
+    sums = sum(evaluate(*step.values(), examples[first:last].leaves) for first, last in ranges)
+    expected = step.model.evaluate(examples.x, examples.y, 8, verbose=0, return_dict=True)
+    assert step.metrics.results(sums.numpy()[1:]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_compiled_model_keeps_its_loss_metrics_and_optimizer() -> None:

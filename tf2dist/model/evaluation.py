@@ -63,8 +63,10 @@ def chunk_size(batch_size: int, step: Step, plan: EpochPlan | None = None) -> in
     """
     if plan and (plan.validation_batch_size or plan.validation_steps or step.depends_on_batches):
         return plan.validation_batch_size or batch_size
+    # A model whose input has a fixed batch size may compute with that number, as in reshape(x, (8, -1)).
+    is_fixed = any(tensor.shape[0] for tensor in getattr(step.model, "inputs", None) or ())
     shapes = [spec.shape.as_list() for spec in step.layout.specs]
-    if any(None in shape for shape in shapes):
+    if is_fixed or any(None in shape for shape in shapes):
         return batch_size
     numbers = sum(map(math.prod, shapes))
     small: int = MAX_CHUNK_BYTES // max(1, 4 * numbers)
