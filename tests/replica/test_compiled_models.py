@@ -1,6 +1,7 @@
 """Losses and metrics of compiled models: those that work with several workers, and those that are refused."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -293,8 +294,41 @@ def test_sums_of_metrics_equal_what_keras_computes_over_all_examples() -> None:
 def test_an_own_loss_is_evaluated_in_the_batches_of_keras(make: Callable[[], keras.Model]) -> None:
     """It need not be a mean over the examples."""
     step, _ = built(make)
-    assert chunk_size(32, step, EpochPlan()) == 32
-    assert chunk_size(32, built(lambda: compiled(dense(), CROSSENTROPY()))[0], EpochPlan()) > 32
+    assert chunk_size(32, step, digits(), EpochPlan()) == 32
+    assert chunk_size(32, built(lambda: compiled(dense(), CROSSENTROPY()))[0], digits(), EpochPlan()) > 32
+
+
+def digits() -> data.Splits:
+    train = load_digits(run_config().data).train
+    return data.Splits(train, train[:100])
+
+
+class Layer(keras.layers.Layer):  # type: ignore[misc]
+    """One of the user's own, which computes with the mean over an axis of the images."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, self.axis, keepdims=True)
+
+
+def with_operation(axis: int) -> keras.Model:
+    images = keras.Input((28, 28, 1))
+    outputs = dense()(images - keras.ops.mean(images, axis, keepdims=True))
+    return compiled(keras.Model(images, outputs), CROSSENTROPY(from_logits=True))
+
+
+def with_own_layer(axis: int) -> keras.Model:
+    inside = [Layer(axis), layers.Flatten(), layers.Dense(10)]
+    return compiled(keras.Sequential([keras.Input((28, 28, 1)), *inside]), CROSSENTROPY(from_logits=True))
+
+
+@pytest.mark.parametrize("make", [with_operation, with_own_layer])
+def test_a_model_that_mixes_examples_is_evaluated_in_the_batches_of_keras(make: Callable[[int], keras.Model]) -> None:
+    sizes = [chunk_size(32, built(functools.partial(make, axis))[0], digits(), EpochPlan()) for axis in (0, 1)]
+    assert sizes[0] == 32 < sizes[1]
 
 
 def of_eight() -> keras.Model:
@@ -306,7 +340,7 @@ def of_eight() -> keras.Model:
 def test_a_model_with_a_fixed_batch_size_is_evaluated_in_its_batches(plan: EpochPlan | None) -> None:
     step, _ = built(of_eight)
     evaluate, examples = step.evaluate_function(), load_digits(run_config().data).train[:16]
-    ranges = chunks(16, chunk_size(8, step, plan))
+    ranges = chunks(16, chunk_size(8, step, digits(), plan))
     sums = sum(evaluate(*step.values(), examples[first:last].leaves) for first, last in ranges)
     expected = step.model.evaluate(examples.x, examples.y, 8, verbose=0, return_dict=True)
     assert step.metrics.results(sums.numpy()[1:]) == pytest.approx(expected, rel=1e-4)

@@ -231,7 +231,7 @@ def test_a_metric_that_is_one_number_for_a_batch_is_evaluated_in_the_batches_of_
     make: Callable[[], keras.Model],
 ) -> None:
     step, _ = built(make)
-    size = chunk_size(32, step, EpochPlan())
+    size = chunk_size(32, step, Splits(load_digits(run_config().data).train), EpochPlan())
     examples = load_digits(run_config().data).train[:100]
     parts = [examples[first : first + size] for first in range(0, 100, size)]
     sums = np.sum([step.evaluate(*step.values(), [tf.constant(leaf) for leaf in part.leaves]) for part in parts], 0)

@@ -23,6 +23,7 @@ from tf2dist.tf_internals import layers_of, may_mix_examples
 
 SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
 TOLERANCE = 1e-3  # relative
+ROUNDING = 1e-5  # of float32, in sums over some examples; what is taken for more costs only speed
 # Of changes of the state and by their rounding, relative to the change and to the value: in float32 and half precision.
 TOLERANCES, HALF_TOLERANCES = (TOLERANCE, 2e-6), (0.05, 0.01)
 # Of the trial of the state: the number of the examples, and by how much the weights are moved, since those that begin
@@ -85,6 +86,31 @@ def metrics_apart(step: CompiledStep, splits: Splits) -> list[str]:
         if not _is_near(whole, first + second if id(v) in of_examples else _mean(first, second))
     }
     return [metric.name for metric in metrics if apart.intersection(map(id, metric.variables))]
+
+
+def mixes_examples(step: Step, splits: Splits) -> bool:
+    """Whether what an example adds to the metrics in an evaluation may depend on the other ones of its batch."""
+    # The layers of Keras do not mix them there, so a model of them alone needs no trial, which takes time.
+    layers = layers_of(step.model)
+    # A functional model also has operations that are no layers, such as a mean over the examples.
+    operations = [operation for layer in layers for operation in getattr(layer, "operations", ())]
+    if all(map(_is_layer_of_keras, [*layers, *operations])):
+        return False
+
+    def sums(leaves: list[tf.Tensor]) -> list[tf.Tensor]:
+        lookups = step.lookups.look_up(leaves, training=False)
+        return [step.evaluate(*step.values(lookups.ids), leaves, positions=lookups.positions)]
+
+    found = _on_trial(sums, step, splits, is_traced=False)  # to trace a deep model takes longer than a few calls
+    if found is None:
+        return True
+    (first,), (second,), (whole,) = found
+    return not np.allclose(whole, first + second, rtol=ROUNDING, atol=ROUNDING)
+
+
+def _is_layer_of_keras(operation: keras.Operation) -> bool:
+    is_of_keras = isinstance(operation, keras.Layer) and type(operation).__module__.startswith("keras.")
+    return is_of_keras and not isinstance(operation, keras.layers.Lambda)
 
 
 def _dependence(first: np.ndarray, second: np.ndarray, whole: np.ndarray, repeated: np.ndarray) -> Dependence:
@@ -248,7 +274,7 @@ def _mean(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _on_trial(
-    function: Callable[[list[tf.Tensor]], list[tf.Tensor]], step: Step, splits: Splits
+    function: Callable[[list[tf.Tensor]], list[tf.Tensor]], step: Step, splits: Splits, is_traced: bool = True
 ) -> list[list[np.ndarray]] | None:
     """Results of a function of the leaves of a batch, for two batches and for both as one.
 
@@ -256,9 +282,10 @@ def _on_trial(
     """
     leaves = _examples(step, splits, 0)
     cuts = slice(0, SIZES[0]), slice(SIZES[0], sum(SIZES)), slice(0, sum(SIZES))
-    traced = tf.function(function, autograph=False, input_signature=[step.layout.batched(None)])
+    signature = [step.layout.batched(None)]
+    call = tf.function(function, autograph=False, input_signature=signature) if is_traced else function
     with contextlib.suppress(Exception):  # operations of the model raise errors of many types
-        results = [[np.array(tensor, np.float64) for tensor in traced([leaf[cut] for leaf in leaves])] for cut in cuts]
+        results = [[np.array(tensor, np.float64) for tensor in call([leaf[cut] for leaf in leaves])] for cut in cuts]
         if all(np.isfinite(array).all() for arrays in results for array in arrays):
             return results
     return None

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tf2dist.data.splits import Splits
 from tf2dist.errors import DataError, NotFiniteError, TrainingError
 from tf2dist.messages import NO_METRICS
+from tf2dist.model.batch_dependence import mixes_examples
 from tf2dist.model.metrics import Metrics, Results, scalars_of
 from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import Step
@@ -56,21 +58,31 @@ class Evaluation:
         return f"{name}={numbers[name]:.4f}" if name else NO_METRICS
 
 
-def chunk_size(batch_size: int, step: Step, plan: EpochPlan | None = None) -> int:
+def chunk_size(
+    batch_size: int, step: Step, splits: Splits, plan: EpochPlan | None = None, replica_size: int | None = None
+) -> int:
     """Examples for each forward pass: as many as in a training step, which fit into memory, or more if they are small.
 
     If the result depends on this number, it is the one that Keras would take.
+
+    Args:
+        batch_size: of a worker.
+        replica_size: the part of such a batch that a GPU takes; None if that is all of it.
     """
     if plan and (plan.validation_batch_size or plan.validation_steps or step.depends_on_batches):
         return plan.validation_batch_size or batch_size
     # A model whose input has a fixed batch size may compute with that number, as in reshape(x, (8, -1)).
-    is_fixed = any(tensor.shape[0] for tensor in getattr(step.model, "inputs", None) or ())
-    shapes = [spec.shape.as_list() for spec in step.layout.specs]
-    if is_fixed or any(None in shape for shape in shapes):
+    if any(tensor.shape[0] for tensor in getattr(step.model, "inputs", None) or ()):
         return batch_size
+    if plan and splits.validation and len(splits.validation) > batch_size and mixes_examples(step, splits):
+        return batch_size
+    fitting = replica_size or batch_size
+    shapes = [spec.shape.as_list() for spec in step.layout.specs]
+    if any(None in shape for shape in shapes):
+        return fitting
     numbers = sum(map(math.prod, shapes))
     small: int = MAX_CHUNK_BYTES // max(1, 4 * numbers)
-    return min(MAX_CHUNK, max(batch_size, small))
+    return min(MAX_CHUNK, max(fitting, small))
 
 
 def chunks(num_examples: int, size: int, shard: int = 0, num_shards: int = 1) -> list[tuple[int, int]]:

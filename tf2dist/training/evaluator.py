@@ -35,7 +35,7 @@ class Evaluator:
         self._data, self._keras, self._splits, self._warn = config.data.name, config.keras, splits, warn
         self._seen: set[tuple[str, int, int]] = set()  # the checkpoints that were read or found damaged
         self._step, self._make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
-        self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step, source.plan)
+        self._chunk_size = chunk_size(config.train.batch_size_per_worker, self._step, splits, source.plan)
         self._sizes = evaluated_sizes(splits.sizes(), self._chunk_size, source.plan)
         self._optimizer: keras.Optimizer | None = None
         self._named = self._needed_last = self._variables([])

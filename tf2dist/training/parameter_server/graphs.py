@@ -121,7 +121,7 @@ class PsGraphs(abc.ABC):
         self.config, self.step, self.sharding, self.splits = spec.config, spec.step, spec.sharding, spec.splits
         self.earlier_updates = spec.earlier_updates
         self.stragglers = Stragglers(spec.config)
-        self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.plan)
+        self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.splits, spec.plan)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(spec.make_optimizer, spec.total_steps)
         self._make_servers(self._parts(spec))
         self.routing = Routing(spec.step.tables, [server.tables for server in self.servers])

@@ -218,9 +218,7 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, Stragglers(config))
     graphs.restore(plan.start.arrays if plan.start else {})
     # A GPU has the memory for its part of a worker's batch; what depends on the batches needs whole ones, as in Keras.
-    at_once = chunk_size(
-        config.train.batch_size_per_worker if step.depends_on_batches else batch_size, step, source.plan
-    )
+    at_once = chunk_size(config.train.batch_size_per_worker, step, splits, source.plan, replica_size=batch_size)
     return SyncRun(
         plan=plan,
         step=step,
