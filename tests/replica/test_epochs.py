@@ -278,7 +278,7 @@ def test_hooks_of_batches_get_the_metrics_of_the_epoch_so_far(
     loop, theirs = async_loop(config_of(BATCH), 1, 1, source=source), Batches()
     with Reporter(tmp_path, Task("chief", 0), ToLauncher("chief-0", sent.append), 0.0) as reporter:
         reporter.follow(loop)
-        length = Epochs(driver_of(loop, source, hooks, reporter=reporter), source.plan, hooks)
+        length = Epochs(driver_of(loop, source, hooks, reporter=reporter), source.plan or EpochPlan(), hooks)
         length.begin()
         for step in steps:
             loop.train(step)
