@@ -17,6 +17,7 @@ from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import model_checks, support
+from tf2dist.model.batch_dependence import mixes_examples
 from tf2dist.model.builtin import two_tower
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.evaluation import chunk_size, chunks
@@ -329,6 +330,17 @@ def with_own_layer(axis: int) -> keras.Model:
 def test_a_model_that_mixes_examples_is_evaluated_in_the_batches_of_keras(make: Callable[[int], keras.Model]) -> None:
     sizes = [chunk_size(32, built(functools.partial(make, axis))[0], digits(), EpochPlan()) for axis in (0, 1)]
     assert sizes[0] == 32 < sizes[1]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_trial_of_a_model_with_a_table_looks_its_rows_up(axis: int) -> None:
+    tokens = keras.Input((5,), dtype="int32")
+    outputs = layers.Dense(1)(Layer(axis)(layers.Reshape([80])(layers.Embedding(200_000, 16)(tokens))))
+    examples = data.Arrays(np.arange(200).reshape(40, 5) % 50, np.ones(40, np.float32))
+    step = CompiledStep(compiled(keras.Model(tokens, outputs), "mse"), examples.layout)
+    step.lookups.choose(step.lookups.find(step.trainable))
+    assert len(step.tables) == 1
+    assert mixes_examples(step, data.Splits(examples)) == (axis == 0)
 
 
 def of_eight() -> keras.Model:

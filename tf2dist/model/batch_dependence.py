@@ -101,7 +101,8 @@ def mixes_examples(step: Step, splits: Splits) -> bool:
         lookups = step.lookups.look_up(leaves, training=False)
         return [step.evaluate(*step.values(lookups.ids), leaves, positions=lookups.positions)]
 
-    found = _on_trial(sums, step, splits, is_traced=False)  # to trace a deep model takes longer than a few calls
+    # To trace a deep model takes longer than a few calls of it, but rows of tables are looked up in graphs alone.
+    found = _on_trial(sums, step, splits, is_traced=bool(step.tables))
     if found is None:
         return True
     (first,), (second,), (whole,) = found
