@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tf2dist
-from tests.unit.test_saving import facts
+from tests.unit.test_saving import facts, no_more_open_files
 from tf2dist import evaluate, registry
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import named_variables, values
@@ -22,10 +22,10 @@ from tf2dist.checkpoint.store import Checkpoints
 from tf2dist.config.schema import DataConfig, RunConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
-from tf2dist.errors import CheckpointError, ConfigError, DataError
+from tf2dist.errors import CheckpointError, ConfigError, DataError, TaskLostError
 from tf2dist.model.own_step import OwnStep
 from tf2dist.process import heartbeat
-from tf2dist.tools.finished import opening
+from tf2dist.tools.finished import load_model, opening
 from tf2dist.tools.finished import predict_command as predict
 from tf2dist.tools.finished.opening import data_of
 from tf2dist.tools.finished.predicting import read
@@ -347,6 +347,21 @@ def test_refusals_name_the_folder_the_file_or_the_steps(tmp_path: Path) -> None:
     (tmp_path / "model.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.json"):
         tf2dist.load_model(tmp_path, 7)
+
+
+def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path, trained(nameless), nameless, step=3)
+    checkpoint = tmp_path / "checkpoints" / "step-0000000003"
+    # What is asked before a file of the run is opened, which a process without descriptors could not ask either.
+    monkeypatch.setattr(load_model, "_check_memory", lambda *_: None)
+    monkeypatch.setattr(Checkpoints, "paths", lambda _: [checkpoint])
+    for step, first_file in ((None, tmp_path / MODEL_FILE), (3, checkpoint / "manifest.json")):
+        with no_more_open_files(), pytest.raises(TaskLostError) as told:
+            tf2dist.load_model(tmp_path, step)
+        assert str(told.value) == f"{first_file}: cannot be read (Too many open files); try again when it can be"
+    monkeypatch.undo()
+    with no_more_open_files(), pytest.raises(TaskLostError, match=r"cannot be read \(Too many open files\)"):
+        tf2dist.load_model(tmp_path)
 
 
 def test_a_file_without_an_example_to_predict_is_refused(tmp_path: Path) -> None:

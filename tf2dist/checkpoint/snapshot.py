@@ -292,14 +292,17 @@ def is_damage(error: OSError | ValueError) -> bool:
     """
     # A part that is missing, or is no regular file.
     missing = (FileNotFoundError, NotADirectoryError)
-    return isinstance(error, (ValueError, *missing)) or error.errno in (errno.EINVAL, errno.ELOOP)
+    # The HDF5 library's errors about the content of a file have no number.
+    return isinstance(error, (ValueError, *missing)) or error.errno in (errno.EINVAL, errno.ELOOP, None)
 
 
-def unreadable(path: Path, error: OSError) -> TfDistError:
+def unreadable(
+    path: Path, error: OSError, way_out: str = "try again, and if that does not help, move it away"
+) -> TfDistError:
     """The error for the user, if that is no damage."""
     # Asking again does not change a permission.
     kind = CheckpointError if isinstance(error, PermissionError) else TaskLostError
-    return kind(f"{path}: cannot be read ({brief_reason(error)}); try again, and if that does not help, move it away")
+    return kind(f"{path}: cannot be read ({brief_reason(error)}); {way_out}")
 
 
 def target_of(path: Path) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import keras
 
-from tf2dist.checkpoint.snapshot import Snapshot, read
+from tf2dist.checkpoint.snapshot import Snapshot, is_damage, read, unreadable
 from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read, path_of
@@ -33,6 +33,7 @@ from tf2dist.training.finished_model import (
 )
 
 MAX_STEPS = 10  # in a message
+READ_BYTES = 1 << 20  # at once
 
 
 class UnknownCode(ConfigError):
@@ -71,7 +72,9 @@ def load_model(
 
     Raises:
         ConfigError: there is no such folder, or the model needs a class that is not known here, or more memory.
-        CheckpointError: there is no checkpoint of that step, or a file is damaged or of another model.
+        CheckpointError: there is no checkpoint of that step, or a file is damaged, of another model or of another
+            user.
+        TaskLostError: a file cannot be read now, as with too many open files; a retry may help.
     """
     return _load(run_dir, step, dict(custom_objects or {}), None)
 
@@ -93,13 +96,17 @@ def _load(
     run_dir: str | os.PathLike[str], step: int | None, objects: dict[str, Any], tables: Tables | None
 ) -> keras.Model:
     folder = path_of("run_dir", run_dir)
-    if not folder.is_dir():
-        raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
-    # It differs from the last checkpoint if the optimizer averages weights: the averages are evaluated, but a run is
-    # resumed from the weights before averaging.
-    if step is None and (folder / MODEL_FILE).exists():
-        return _from_archive(folder / MODEL_FILE, objects, tables)
-    return _from_checkpoint(folder, step, objects, tables)
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"run_dir ({run_dir}): there is no such folder; name the directory of a run")
+        # It differs from the last checkpoint if the optimizer averages weights: the averages are evaluated, but a run
+        # is resumed from the weights before averaging.
+        if step is None and (folder / MODEL_FILE).exists():
+            return _from_archive(folder / MODEL_FILE, objects, tables)
+        return _from_checkpoint(folder, step, objects, tables)
+    except OSError as error:  # damage has other errors
+        path = Path(os.fsdecode(error.filename)) if error.filename else folder
+        raise unreadable(path, error, "try again when it can be") from None
 
 
 def _from_checkpoint(folder: Path, step: int | None, objects: dict[str, Any], tables: Tables | None) -> keras.Model:
@@ -184,6 +191,8 @@ def _snapshot(folder: Path, step: int | None) -> Snapshot:
     try:
         return read(path)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not is_damage(error):
+            raise
         raise CheckpointError(f"step ({step}): {path} is damaged ({error}); choose another one") from None
 
 
@@ -242,6 +251,14 @@ def _lambda_in(path: Path) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
+    """The error for the user; raises an OSError in its place if the system cannot read the file now."""
+    if isinstance(error, OSError) and not is_damage(error):
+        raise error
+    if path.is_file():
+        # Keras takes a file that it cannot open or read for one of another format.
+        with open_to_read(path) as file:
+            while file.read(READ_BYTES):
+                pass
     return CheckpointError(f"{path}: cannot be loaded ({type(error).__name__}: {reason_of(error)})")
 
 
