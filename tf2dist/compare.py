@@ -52,6 +52,7 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
         SomeFailed: at least one run failed; all were tried.
         Interrupted: by a signal; the runs that are done are kept, and there is no report.
     """
+    from tf2dist.cluster.sources import of_engine
     from tf2dist.config.flags import check_for_one_run, parse, source_of
     from tf2dist.errors import ConfigError
     from tf2dist.launch.console import show_lines
@@ -64,6 +65,11 @@ def run(arguments: list[str], started_at: float, signals: handling.Signals) -> N
     check_for_one_run(args, "is not for a comparison; see --help")
     if os.environ.get("TF_CONFIG"):
         raise ConfigError("TF_CONFIG: is set, and a comparison runs on this machine alone; unset it")
+    if engine := of_engine(os.environ):
+        raise ConfigError(
+            f"cluster ({engine}): an engine has started this process as one of several, each of which would run the "
+            "whole comparison; start it once, outside of the engine"
+        )
     compare(arguments, args.overrides, source_of(args), signals)
 
 

@@ -272,6 +272,9 @@ MORE_OPTIONS: list[tuple[list[str], str]] = [
     ([*HOSTS, "cluster.worker=['224.0.0.1:2222']"], "is an address of many hosts (multicast)"),
 ]
 
+# Of the script of a SLURM job, and of each task of its step.
+IN_A_JOB = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0"}
+IN_A_STEP = {**IN_A_JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 IN_A_CLUSTER = tf_config(["a:1"])
 IN_TF_CONFIG: list[tuple[str, str]] = [
     ("[]", '"cluster" is missing'),

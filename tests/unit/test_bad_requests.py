@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit import test_config
-from tests.unit.bad_requests import IN_A_CLUSTER, IN_TF_CONFIG, MORE_OPTIONS, OPTIONS
+from tests.unit.bad_requests import IN_A_CLUSTER, IN_A_JOB, IN_A_STEP, IN_TF_CONFIG, MORE_OPTIONS, OPTIONS
 from tf2dist import cli
 from tf2dist.data import location
 from tf2dist.launch import single_run
@@ -81,9 +81,8 @@ def test_a_wrong_request_is_refused(
 
 
 IN_RANKS = {"TF2DIST_ADDRESSES": "a,b", "TF2DIST_RANK": "0"}
-IN_A_JOB = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0"}
-IN_A_STEP = {**IN_A_JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 ALONE = "each of which would train alone; add cluster={}, or cluster=local if that is meant"
+WHOLE = "each of which would run the whole sweep; start one process, or add cluster=local if that is meant"
 LATER = "simulate.delay_secs ([1]): has 1 numbers for 3 workers"  # what is checked after the engine
 
 
@@ -93,6 +92,10 @@ LATER = "simulate.delay_secs ([1]): has 1 numbers for 3 workers"  # what is chec
         (IN_RANKS, ["mode=sync"], ALONE.format("ranks")),
         (IN_A_STEP, ["mode=sync"], ALONE.format("slurm")),
         (IN_A_STEP, ["mode=sync", "cluster=local3"], LATER),
+        (IN_RANKS, ["-m", "mode=sync", "seed=1,2"], WHOLE),
+        (IN_A_STEP, ["-m", "mode=sync", "seed=1,2"], WHOLE),
+        (IN_A_STEP, ["-m", "mode=sync", "seed=1,2", "cluster=local"], LATER),
+        (IN_A_JOB, ["-m", "mode=sync", "seed=1,2"], LATER),
         (IN_A_JOB, ["mode=sync"], LATER),
         (IN_A_STEP | {"SLURM_STEP_NUM_TASKS": "1"}, ["mode=sync"], LATER),
     ],

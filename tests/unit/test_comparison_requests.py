@@ -8,6 +8,7 @@ import pytest
 
 from tests.compared import contenders
 from tests.conftest import PAGES
+from tests.unit.bad_requests import IN_A_STEP
 from tf2dist import compare
 from tf2dist.config.compose import ConfigSource
 from tf2dist.errors import ConfigError
@@ -193,6 +194,17 @@ def test_a_wrong_request_is_refused_in_one_line(
     assert stderr.startswith(f"tf2dist: error: {message}")
     assert stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_in_each_task_of_an_engine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in IN_A_STEP.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        compare.main(["data=digits", "train.batch_size_per_worker=1000"])  # which is refused later
+    assert ended.value.code == 2
+    assert "cluster (slurm): an engine has started this process as one of several" in capsys.readouterr().err
 
 
 def test_a_folder_of_another_comparison_is_refused(tmp_path: Path) -> None:

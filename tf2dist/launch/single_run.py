@@ -238,12 +238,16 @@ def checked(composed: DictConfig, environ: Mapping[str, str]) -> tuple[RunConfig
 
 def check_engine(config: RunConfig, overrides: list[str], environ: Mapping[str, str]) -> None:
     """Refuses a local cluster in each task of an engine, unless the command line asks for it. Raises ConfigError."""
-    is_asked_for = any(override.startswith("cluster=") for override in overrides)
-    if config.cluster.kind == "local" and not is_asked_for and (engine := of_engine(environ)):
+    if config.cluster.kind == "local" and (engine := engine_around(overrides, environ)):
         raise ConfigError(
             "cluster (local): an engine has started this process as one of several, each of which would train alone; "
             f"add cluster={engine}, or cluster=local if that is meant"
         )
+
+
+def engine_around(overrides: list[str], environ: Mapping[str, str]) -> str | None:
+    """The engine that has started this process as one of several, unless the command line chooses a cluster."""
+    return None if any(override.startswith("cluster=") for override in overrides) else of_engine(environ)
 
 
 def prepare(config: RunConfig, place: Place, console: Console) -> None:

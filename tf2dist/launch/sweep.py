@@ -22,7 +22,7 @@ from tf2dist.errors import ConfigError, Interrupted, RequestError, SomeFailed, T
 from tf2dist.files import expand, is_path
 from tf2dist.launch.console import Console
 from tf2dist.launch.run_dir import finished_summary, in_shell, locked
-from tf2dist.launch.single_run import Draw, check_local, checked, prepare, report, train
+from tf2dist.launch.single_run import Draw, check_local, checked, engine_around, prepare, report, train
 from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
 from tf2dist.signals import Signals
 
@@ -43,6 +43,11 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, si
     """
     if os.environ.get("TF_CONFIG"):
         raise ConfigError("--multirun: a sweep runs on this machine alone; unset TF_CONFIG, or run the jobs one by one")
+    if engine_around(overrides, os.environ):
+        raise ConfigError(
+            "--multirun: an engine has started this process as one of several, each of which would run the whole "
+            "sweep; start one process, or add cluster=local if that is meant"
+        )
     composed = hydra.compose_config(name, overrides, RunMode.MULTIRUN)
     jobs = jobs_of(hydra, composed, check_local)
     folder = sweep_dir_of(composed)
