@@ -115,19 +115,22 @@ def test_the_contenders_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "until", "length"),
+    ("experiment", "ends", "length"),
     [
-        ("cnn", "50steps", (50, None, None)),
-        ("book_async", "50steps", (50, None, None)),
-        ("cnn", "30s", (None, 10_000, 30)),
-        ("book_async", "30s", (None, 10_000, 30)),
-        ("cnn", "0.9", (None, 10, None)),
+        ("cnn", ["until=50steps"], (50, None, None)),
+        ("book_async", ["until=50steps"], (50, None, None)),
+        ("cnn", ["until=30s"], (None, 10_000, 30)),
+        ("book_async", ["until=30s"], (None, 10_000, 30)),
+        ("cnn", ["until=0.9"], (None, 10, None)),
+        ("book_async", ["until=0.9"], (82_500, None, None)),
+        ("book_async", ["until=0.9", "train.epochs=5"], (None, 5, None)),
+        ("book_async", ["until=30s", "train.epochs=5"], (None, 5, 30)),
     ],
 )
 def test_the_end_of_the_runs_replaces_the_length_in_a_file(
-    experiment: str, until: str, length: tuple[float | None, ...]
+    experiment: str, ends: list[str], length: tuple[float | None, ...]
 ) -> None:
-    options = (f"experiment={experiment}", f"until={until}", "data=digits", "modes=async", "delays=0")
+    options = (f"experiment={experiment}", *ends, "data=digits", "modes=async", "delays=0")
     train = contenders(*options)[1][0].config.train
     assert (train.steps, train.epochs, train.until_secs) == length
 

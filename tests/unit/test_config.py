@@ -46,6 +46,23 @@ def test_the_last_value_of_an_option_counts(capsys: pytest.CaptureFixture[str]) 
     assert "mode: sync" in output
 
 
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        (["experiment=book_async"], (82_500, None)),
+        (["experiment=book_async", "train.epochs=5"], (None, 5)),
+        (["experiment=book_async", "train.epochs=null"], (82_500, None)),
+        (["experiment=cnn", "train.steps=7"], (7, None)),
+        (["experiment=cnn", "train.steps=null"], (None, 10)),
+    ],
+)
+def test_the_length_of_the_command_line_replaces_that_of_a_file(
+    options: list[str], length: tuple[int | None, float | None]
+) -> None:
+    train = load(options, None).train
+    assert (train.steps, train.epochs) == length
+
+
 def test_tf_config_chooses_the_cluster() -> None:
     assert load([], TF_CONFIG).cluster.kind == "tf_config"
     assert load(["cluster=ranks", "mode=sync"], TF_CONFIG).cluster.kind == "ranks"

@@ -161,6 +161,11 @@ def to_config(composed: DictConfig, tf_config: str | None) -> RunConfig:
     if "cluster" in given and config.cluster.kind != "local" and "cluster.num_workers" not in given:
         # What a file says is of the local cluster that the command line has replaced; the others know the number.
         config.cluster.num_workers = ClusterConfig().num_workers
+    # The length that a file says is replaced by the one of the command line, which may be of the other kind.
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        is_chosen = f"train.{length}" in given and getattr(config.train, length) is not None
+        if is_chosen and f"train.{other}" not in given:
+            setattr(config.train, other, None)
     _check_names(config, overrides)
     # The scheduler that has set it expects one task of its cluster here; a local cluster on each host would be wrong.
     # Its workers may be ranks.
