@@ -148,6 +148,14 @@ def _text_of_group(name: str) -> str:
         return ""
 
 
+def kernel_id() -> str:
+    """What names the running kernel: equal in all containers of a host, and another one after it was booted again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def set_death_signal(signum: int) -> None:
     """Makes the kernel send this process a signal when its parent ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)

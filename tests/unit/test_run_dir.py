@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,9 +17,10 @@ import pytest
 from tests.conftest import COMMAND, REPOSITORY
 from tests.unit.scripted import host_run
 from tf2dist import cli, compare, doctor, render
+from tf2dist.cluster.reachability import Wait
 from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import ConfigError, TrainingError
+from tf2dist.errors import ConfigError, Interrupted, TaskLostError, TrainingError
 from tf2dist.launch import host_tasks, run_dir, single_run
 from tf2dist.launch.findings import Finding
 from tf2dist.training.writers import JsonlWriter
@@ -87,6 +90,40 @@ def test_one_run_at_a_time(folder: Path) -> None:
         with pytest.raises(ConfigError, match=in_use), run_dir.locked(folder):
             pass
         lock.check()
+
+
+@contextlib.contextmanager
+def locked_by_another_host(folder: Path) -> Iterator[None]:
+    """As a network file system shows the lock of another host, which may be down."""
+    with run_dir.locked(folder):
+        (folder / ".lock").write_text('{"kernel": "its boot", "host": "node3", "pid": 4711}')
+        yield
+
+
+def test_the_lock_of_another_host_is_worth_a_retry(folder: Path) -> None:
+    message = r"run_dir \(.*\): process 4711 of host node3 holds its lock; wait for its end, or, if that host is down"
+    with locked_by_another_host(folder):
+        with pytest.raises(TaskLostError, match=message), run_dir.locked(folder):
+            pass
+        lines: list[str] = []
+        with pytest.raises(TaskLostError), run_dir.locked(folder, wait=Wait(0.2, lines.append, 0.0)):
+            pass
+        assert re.fullmatch(r"waiting for the lock of .*, which process 4711 of host node3 holds, 0 s", *lines)
+        stopped = host_run(RunConfig(), folder)
+        stopped.stop.ask(signal.SIGTERM)
+        with pytest.raises(Interrupted), host_tasks.locked_for(stopped):
+            pass
+        (folder / ".lock").unlink()
+        with run_dir.locked(folder) as lock:  # as the message says
+            lock.check()
+
+
+def test_a_run_waits_until_the_lock_of_another_host_is_released(folder: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked_by_another_host(folder))
+        stack.enter_context(run_dir.locked(folder, wait=Wait(60, print), check=stack.pop_all().close))
+        with pytest.raises(ConfigError, match="another run is using it"), run_dir.locked(folder, wait=Wait(60, print)):
+            pass
 
 
 def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(folder: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tf2dist.cluster.reachability import Wait
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import Interrupted, TaskLeft, TrainingError, brief_reason
 from tf2dist.files import as_json, warning, write_whole
@@ -47,7 +48,7 @@ def run_host(run: HostRun) -> dict[str, Any]:
     Raises:
         ConfigError: another run uses the directory.
         TaskFailure: a task failed; the message has the first failure in full, and a line for each of the others.
-        TaskLostError: the tasks could not be started.
+        TaskLostError: the tasks could not be started, or a process of another host has locked the directory.
         TrainingError: the result could not be written, or its weights could not be saved, or the run has lost its
             directory to another one.
         Interrupted: by a signal; everything has been saved and stopped in order.
@@ -56,13 +57,23 @@ def run_host(run: HostRun) -> dict[str, Any]:
     launcher = Launcher(run.run_dir / "logs", isolate=run.place.cluster.is_managed, env=environment_of(run.config))
     with contextlib.ExitStack() as stack:
         # Only the leader writes checkpoints and results, and on a shared file system all tasks may have one directory.
-        lock = stack.enter_context(locked(run.run_dir)) if run.place.leads else None
+        lock = stack.enter_context(locked_for(run)) if run.place.leads else None
         # Signals are only recorded until the launcher has ended the tasks: a KeyboardInterrupt in the middle of that
         # would leave some of them running.
         stack.enter_context(run.stop.deferred())
         stack.enter_context(run.console)
         with launcher:
             return run_tasks(run, launcher, lock)
+
+
+def locked_for(run: HostRun) -> contextlib.AbstractContextManager[Lock]:
+    """The run directory, locked; waits for another host's lock, unless this process is asked to stop."""
+
+    def check() -> None:
+        if run.stop.signum:
+            raise Interrupted(run.stop.signum)
+
+    return locked(run.run_dir, wait=Wait(run.config.startup_timeout_secs, run.console.note), check=check)
 
 
 def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, Any]:

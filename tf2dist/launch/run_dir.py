@@ -6,19 +6,24 @@ import itertools
 import json
 import os
 import shlex
+import socket
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 from tf2dist import files
+from tf2dist.cluster.reachability import Wait
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import ConfigError, TrainingError
+from tf2dist.errors import ConfigError, TaskLostError, TrainingError
 from tf2dist.files import is_path, open_to_read
+from tf2dist.linux import kernel_id
 
 FILES = (".lock", "config.yaml", "summary.json", "metrics.jsonl", "model.json", "model.keras", "training.png")
+POLL_SECS = 0.5
 RANGES = "ranges"  # of a prediction
 FOLDERS = ("logs", "checkpoints", "tensorboard", "timeline", RANGES, "predictions")
 
@@ -107,6 +112,15 @@ def open_log(log_dir: Path, name: str) -> int:
 
 
 @dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock, as the file says; `kernel`: see `kernel_id`."""
+
+    kernel: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
 class Lock:
     """The lock of a run directory that this process holds."""
 
@@ -128,25 +142,59 @@ class Lock:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path, option: str = "run_dir") -> Iterator[Lock]:
+def locked(
+    run_dir: Path, option: str = "run_dir", wait: Wait | None = None, check: Callable[[], None] = lambda: None
+) -> Iterator[Lock]:
     """Locks the run directory until the block or this process ends.
 
     Args:
         option: the one that has named the directory, for the message.
+        wait: for a lock that another host holds; None for no wait.
+        check: called twice a second meanwhile; an exception that it raises ends the wait.
+
+    Raises:
+        ConfigError: a process of this host has locked it.
+        TaskLostError: one of another host has locked it.
     """
+    holder = Holder(kernel_id(), socket.gethostname(), os.getpid())
     with contextlib.ExitStack() as stack:
-        with files.raising(f"{option} ({run_dir}): .lock in it cannot be opened", "name another directory"):
-            lock = stack.enter_context(open(run_dir / ".lock", "a", encoding="utf-8"))
-        # The kernel releases this lock however the process ends; a file that merely exists would outlive a kill.
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{option} ({run_dir}): another run is using it; wait for its end, or name another directory"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        while True:
+            with files.raising(f"{option} ({run_dir}): .lock in it cannot be opened", "name another directory"):
+                lock = stack.enter_context(open(run_dir / ".lock", "a", encoding="utf-8"))
+            # The kernel releases this lock however the process ends; a file that merely exists would outlive a kill.
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                _refuse_or_wait(run_dir, option, holder, wait)
+            except OSError:
+                break  # a file system without locks
+            lock.close()  # opened again, since a user may remove the file meanwhile
+            check()
+            time.sleep(POLL_SECS)
+        with contextlib.suppress(OSError):  # a full disk; the lock holds without it
+            os.truncate(lock.fileno(), 0)
+            os.write(lock.fileno(), json.dumps(asdict(holder)).encode())
+            os.fsync(lock.fileno())  # or another host would read it half a minute later
         yield Lock(run_dir, lock)
+
+
+def _refuse_or_wait(run_dir: Path, option: str, own: Holder, wait: Wait | None) -> None:
+    """Raises an error if the lock of another process is not to be waited for, or not any more."""
+    try:
+        with open_to_read(run_dir / ".lock") as file:
+            other = Holder(**json.load(file))
+    except (OSError, ValueError, TypeError):  # it has just begun
+        other = own
+    if other.kernel == own.kernel:
+        raise ConfigError(f"{option} ({run_dir}): another run is using it; wait for its end, or name another directory")
+    # On a network file system the lock of a host that died stays: until a lease of a minute or two ends, or for ever.
+    if wait is None or wait.is_over:
+        raise TaskLostError(
+            f"{option} ({run_dir}): process {other.pid} of host {other.host} holds its lock; wait for its end, or, if "
+            "that host is down or has no such process, remove .lock in the directory"
+        )
+    wait.notify(f"the lock of {run_dir}, which process {other.pid} of host {other.host} holds")
 
 
 def finished_summary(run_dir: Path) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig
 
 from tf2dist.cluster.addresses import check_control_ports, check_not_public, exposure_warning
-from tf2dist.cluster.reachability import check_no_alias, check_own_address, wait_for_own_name
+from tf2dist.cluster.reachability import Wait, check_no_alias, check_own_address, wait_for_own_name
 from tf2dist.cluster.sources import find_place, of_engine
 from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config import load
@@ -207,7 +207,7 @@ def start_run(
     run_dir = make_run_dir(config)
     config.run_dir = composed.hydra.run.dir = str(run_dir)
     if place.leads:
-        with locked(run_dir):
+        with locked(run_dir, wait=Wait(config.startup_timeout_secs, console.note)):
             pass
     cast(Loader, hydra.config_loader).keep(composed)
     begun = []
