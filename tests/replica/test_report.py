@@ -1,7 +1,9 @@
 """What a run writes to TensorBoard, metrics.jsonl and the screen."""
 
 import contextlib
+import fcntl
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from tf2dist.messages import ProgressMessage as Shown
 from tf2dist.model.evaluation import Evaluation
 from tf2dist.training.loop import Progress
 from tf2dist.training.report import Reporter
-from tf2dist.training.writers import RunDescription, TensorBoardWriter
+from tf2dist.training.writers import JsonlWriter, RunDescription, TensorBoardWriter
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "cosine"])
@@ -138,6 +140,24 @@ def test_the_evaluator_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
             reporter.on_evaluation("validation", 5, Evaluation({"loss": 0.5, "accuracy": 0.9}, 100))
     folders = {path.parent.relative_to(tmp_path / "tensorboard") for path in tmp_path.rglob("events.*")}
     assert folders == {Path("validation"), Path("evaluator-0/validation")}
+
+
+def test_a_line_is_written_under_a_lock_that_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with contextlib.closing(JsonlWriter(path, "worker-0", 0.0)) as writer, open(path, "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        length_at_release = []
+
+        def release() -> None:
+            length_at_release.append(path.stat().st_size)
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+        threading.Timer(0.05, release).start()
+        writer.write(1, {})
+        assert length_at_release == [0], "it has waited"
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is free again
+        writer.write(2, {})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 def test_evaluations_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
 """The writers of metrics: metrics.jsonl and TensorBoard."""
 
 import contextlib
+import fcntl
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +18,7 @@ from tf2dist.files import as_json, open_to_read
 
 FILE_ERRORS = (OSError, tf.errors.OpError)  # TensorBoard's writer uses TensorFlow's file systems
 RETRY_SECS = 30.0
+LOCK_SECS = 0.2  # the other one holds the lock for one line
 EVALUATED = ("validation", "test")  # splits, with which the names of their metrics begin
 # What TensorBoard shows of a curve, with its unit.
 DESCRIPTIONS = {
@@ -65,10 +67,29 @@ class JsonlWriter:
         scalars = {name: value for name, value in values.items() if not isinstance(value, np.ndarray)}
         secs = round(time.monotonic() - self._began_at, 3)
         record = {"step": step, "time": time.time(), "secs": secs, "task": self._task, **scalars}
-        self._file.write(as_json(record) + "\n")
+        with _locked(self._file):
+            self._file.write(as_json(record) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextlib.contextmanager
+def _locked(file: TextIO) -> Iterator[None]:
+    """Locks a file for one line: on a network file system two hosts that append may else write to the same place."""
+    give_up_at = time.monotonic() + LOCK_SECS
+    with contextlib.suppress(OSError):  # a file system without locks
+        # Not without an end: a host that has died may still hold it.
+        while time.monotonic() < give_up_at:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class TensorBoardWriter:
