@@ -113,11 +113,13 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
         saver = Saver(checkpoints, config.checkpoint.every_secs, to_launcher, progress=heartbeat.progress)
         reporter = Reporter(run_dir, task, to_launcher, context.started_at)
 
-    # The servers of a cluster with a coordinator, which must listen before it can use them.
+    # The servers of a cluster with a coordinator, which must listen before it can use them. A worker does so only after
+    # it has loaded its data; its own launcher ends it if that takes too long.
     if cluster.has_coordinator:
         servers = [other for other in cluster.tasks if other.job in ("ps", "worker")]
         still_starting = functools.partial(heartbeat.progress, heartbeat.START_SECS)
-        reachability.wait_for_peers(cluster, servers, config.startup_timeout_secs, to_launcher.status, still_starting)
+        limits = config.startup_timeout_secs, heartbeat.START_SECS
+        reachability.wait_for_peers(cluster, servers, *limits, to_launcher.status, still_starting)
 
     # The loop, which builds and restores the model.
     with reporter:

@@ -29,7 +29,7 @@ def main(ports: list[str]) -> None:
     cluster = Cluster("async", {"chief": (first,), "ps": (ps,), "worker": tuple(workers)})
     servers = [task for task in cluster.tasks if task.job != "chief"]
     pids = {task: started(cluster, task) for task in servers}
-    reachability.wait_for_peers(cluster, servers, LIMIT_SECS, print)
+    reachability.wait_for_peers(cluster, servers, LIMIT_SECS, 0.0, print)
     time.sleep(2 * serving.LOOK_EVERY_SECS)
     parameter_server_strategy(cluster, cluster.leader)
     os.kill(pids[LOST], signal.SIGKILL)

@@ -139,7 +139,7 @@ def test_the_error_names_the_missing_tasks_and_why() -> None:
     with socket.create_server(("localhost", there)):
         cluster = at(f"localhost:{there}", f"localhost:{missing}", "no-such-host.invalid:1")
         with pytest.raises(TaskLostError) as caught:
-            reachability.wait_for_peers(cluster, cluster.tasks, 0.3, messages.append)
+            reachability.wait_for_peers(cluster, cluster.tasks, 0.1, 0.2, messages.append)
     assert f"worker-1 at localhost:{missing} (connection refused)" in str(caught.value)
     assert "worker-2 at no-such-host.invalid:1 (name unknown)" in str(caught.value)
     assert "worker-0" not in str(caught.value)
@@ -157,7 +157,7 @@ def test_hosts_that_drop_packets_are_asked_at_once(monkeypatch: pytest.MonkeyPat
         cluster = at(*[f"127.0.0.1:{gate.getsockname()[1]}"] * 20)
         began_at = time.monotonic()
         with pytest.raises(TaskLostError, match=r"worker-19 at 127\.0\.0\.1:[0-9]+ \(no answer\)"):
-            reachability.wait_for_peers(cluster, cluster.tasks, 0.1, lambda text: None)
+            reachability.wait_for_peers(cluster, cluster.tasks, 0.1, 30.0, lambda text: None)
         assert time.monotonic() - began_at < 2
         began_at = time.monotonic()
         reachability.wait_until_gone(cluster, cluster.tasks, 30)
@@ -182,12 +182,23 @@ def test_tasks_that_do_not_answer_in_time_are_left_out() -> None:
     assert answers == {Task("worker", 7): 7}
 
 
+def test_a_task_that_loads_its_data_is_waited_for_longer() -> None:
+    loading, absent = unused_ports(2)
+    with pytest.raises(TaskLostError, match=f"still waiting for worker-0 at localhost:{absent}"):
+        reachability.wait_for_peers(at(f"localhost:{absent}"), [WORKER], 0.1, 0.2, lambda text: None)
+    servers: list[socket.socket] = []
+    timer = threading.Timer(0.3, lambda: servers.append(socket.create_server(("localhost", loading))))
+    timer.start()
+    reachability.wait_for_peers(at(f"localhost:{loading}"), [WORKER], 0.1, 30.0, lambda text: None)
+    servers.pop().close()
+
+
 def test_waiting_ends_when_the_last_task_listens() -> None:
     (port,) = unused_ports(1)
     servers: list[socket.socket] = []
     timer = threading.Timer(0.3, lambda: servers.append(socket.create_server(("localhost", port))))
     timer.start()
-    reachability.wait_for_peers(at(f"localhost:{port}"), [WORKER], 30, lambda text: None)
+    reachability.wait_for_peers(at(f"localhost:{port}"), [WORKER], 30, 0.0, lambda text: None)
     assert servers
     began_at = time.monotonic()
     reachability.wait_until_gone(at(f"localhost:{port}"), [WORKER], 0.3)

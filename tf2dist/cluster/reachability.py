@@ -63,7 +63,7 @@ Answer = TypeVar("Answer")
 
 PROBE_SECS = 2.0  # for one connection; a host that drops packets gives no answer at all
 PROBES_SECS = PROBE_SECS + 1.0  # for those to all tasks at once
-NO_ANSWER = "no answer"
+NO_ANSWER, REFUSED = "no answer", "connection refused"
 FIRST_LINE_SECS = 1.0  # an unknown name is most often a mistake, of which the user should learn soon
 LOOK_UP_EVERY_SECS = 0.25
 ALIAS_SECS = 2.0  # names that take longer to resolve are not compared
@@ -197,7 +197,7 @@ def why_unreachable(address: str) -> str:
     except (socket.gaierror, UnicodeError):
         return "name unknown"
     except ConnectionRefusedError:
-        return "connection refused"
+        return REFUSED
     except TimeoutError:
         return NO_ANSWER
     except OSError as error:
@@ -216,16 +216,19 @@ def wait_for_peers(
     cluster: Cluster,
     tasks: list[Task],
     timeout_secs: float,
+    loading_secs: float,
     notify: Callable[[str], None],
     on_round: Callable[[], None] = lambda: None,
 ) -> None:
     """Waits until every task listens at its address, or enough of them to begin with; see `Cluster.awaited`.
 
     Args:
+        timeout_secs: how long to wait for hosts that do not answer.
+        loading_secs: how much longer for tasks on hosts that answer, since they may still load their data.
         notify: takes a line for the user every few seconds.
         on_round: called after every round of probes, which takes `PROBES_SECS` at most.
     """
-    wait = Wait(timeout_secs, notify)
+    wait, answered_at = Wait(timeout_secs + loading_secs, notify), 0.0
     # Tasks that have been found are not probed again: each probe is a connection that the other side must handle.
     missing = dict.fromkeys(tasks, "")
     while True:
@@ -233,7 +236,9 @@ def wait_for_peers(
         if not cluster.awaited([task for task in cluster.tasks if task not in missing]):
             return
         names = ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in missing.items())
-        if wait.is_over:
+        if all(reason == REFUSED for reason in missing.values()):
+            answered_at = wait.secs
+        if wait.is_over or wait.secs - answered_at > timeout_secs:
             raise TaskLostError(still_waiting(wait.secs, names))
         wait.notify(names)
         on_round()

@@ -32,7 +32,7 @@ def serve(
     """Serves until the coordinator has written its shutdown message, which is returned.
 
     Args:
-        startup_timeout_secs: how long the coordinator may take to come, beyond what any task may take to start.
+        startup_timeout_secs: how long the coordinator may take to come, beyond the starts of it and of a worker.
         silence_secs: a coordinator that does not answer for so long is taken for lost.
     """
     start_server(cluster, task, server_config)
@@ -40,9 +40,9 @@ def serve(
     # A stop reaches all tasks at once, but the coordinator needs the servers to save; its shutdown message ends them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     chief, seen, gone_secs = cluster.leader, False, max(GONE_SECS, silence_secs)
-    # It opens its port only after it has loaded the data and checked its checkpoint. If it fails before that, the
-    # launcher ends this task.
-    limit_secs = startup_timeout_secs + heartbeat.START_SECS
+    # It opens its port only after it has loaded the data and checked its checkpoint, and after all workers have loaded
+    # theirs. If it fails before that, the launcher ends this task.
+    limit_secs = startup_timeout_secs + 2 * heartbeat.START_SECS
     last_seen = time.monotonic()
     next_look = last_seen
     while not (message := _shutdown_message()):
