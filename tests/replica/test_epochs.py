@@ -412,36 +412,6 @@ def test_no_epoch_begins_in_a_resumed_run_that_a_callback_had_ended(
     assert [call[:3] for call in again.calls] == [("begin", EPOCHS, 10), ("end", 1, 10)]
 
 
-class Noting(NoSaver):
-    def __init__(self) -> None:
-        self.saved: list[tuple[int, bool]] = []
-
-    def save(self, freeze: Callable[[], Frozen], stopping: bool = False, replaces: bool = False) -> None:
-        self.saved.append((freeze()().step, replaces))
-
-
-@pytest.mark.parametrize(
-    ("calls", "saved"),
-    [
-        pytest.param([], [(10, False)], marks=pytest.mark.thorough),
-        pytest.param([("epoch", 0)], [(10, True)], marks=pytest.mark.thorough),
-        ([("end", 1)], [(10, False), (10, True)]),
-    ],
-)
-def test_what_callbacks_change_replaces_what_was_saved_of_the_same_step(
-    calls: list[tuple[str, int]], saved: list[tuple[int, bool]], tmp_path: Path, async_loop: Any, publishing: Any
-) -> None:
-    """A step may have been saved before it turns out that it was the last one of a stream."""
-    source, saver = trained_before(tmp_path), Noting()
-    source.plan = EpochPlan(epochs=1, shuffle=False, validation_batch_size=BATCH)
-    publishing(source.load())
-    loop = async_loop(config_of(BATCH), 1, 1, source=source)
-    bias = next(name for name in loop.named if name.startswith("model/") and name.endswith("bias"))
-    change = CallbackEffects(arrays={bias: np.ones(loop.named[bias][0].shape, np.float32)})
-    drive(loop, source, RecordingHooks(dict.fromkeys(calls, change)), saver)
-    assert saver.saved == saved
-
-
 @pytest.mark.slow
 def test_a_synchronous_worker_continues_with_an_optimizer(tmp_path: Path, sync_workers: SyncWorkers) -> None:
     expected = keras_fit(trained_before(tmp_path))

@@ -1,8 +1,9 @@
 """Epochs that end with the data, which are as long as only the data show: the results of Keras on the same batches."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,18 +11,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.replica import test_epochs
 from tests.replica.in_memory_source import RecordingHooks, weights_of
 from tests.replica.small_runs import sync_loop
-from tests.replica.test_epochs import SEED, Keeping, assert_same, config_of, drive
+from tests.replica.test_epochs import SEED, Keeping, assert_same, config_of, drive, trained_before
 from tests.replica.test_streams import BATCH, Streamed, X, Y, drive_in_sync, streamed
 from tests.unit.test_saving import facts
-from tf2dist.checkpoint.snapshot import Snapshot
+from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
+from tf2dist.checkpoint.store import NoSaver
 from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS, Reader, Shard, Stream, StreamSharding
 from tf2dist.errors import DataError
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.training.hooks import CallbackEffects
 from tf2dist.training.setup import EPOCH_ARRAY, EpochPosition
 
 EPOCHS = 3
@@ -290,3 +294,33 @@ def test_an_epoch_without_a_batch_is_an_error() -> None:
     assert reader.count(0, 0, 5) == 2
     with pytest.raises(DataError, match="gives no batch in a pass over it"):
         reader.count(1, 0, 5)
+
+
+class Noting(NoSaver):
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, bool]] = []
+
+    def save(self, freeze: Callable[[], Frozen], stopping: bool = False, replaces: bool = False) -> None:
+        self.saved.append((freeze()().step, replaces))
+
+
+@pytest.mark.parametrize(
+    ("calls", "saved"),
+    [
+        pytest.param([], [(10, False)], marks=pytest.mark.thorough),
+        pytest.param([("epoch", 0)], [(10, True)], marks=pytest.mark.thorough),
+        ([("end", 1)], [(10, False), (10, True)]),
+    ],
+)
+def test_what_callbacks_change_replaces_what_was_saved_of_the_same_step(
+    calls: list[tuple[str, int]], saved: list[tuple[int, bool]], tmp_path: Path, async_loop: Any, publishing: Any
+) -> None:
+    """A step may have been saved before it turns out that it was the last one of a stream."""
+    source, saver = trained_before(tmp_path), Noting()
+    source.plan = EpochPlan(epochs=1, shuffle=False, validation_batch_size=test_epochs.BATCH)
+    publishing(source.load())
+    loop = async_loop(config_of(test_epochs.BATCH), 1, 1, source=source)
+    bias = next(name for name in loop.named if name.startswith("model/") and name.endswith("bias"))
+    change = CallbackEffects(arrays={bias: np.ones(loop.named[bias][0].shape, np.float32)})
+    drive(loop, source, RecordingHooks(dict.fromkeys(calls, change)), saver)
+    assert saver.saved == saved
