@@ -14,7 +14,7 @@ from tf2dist import data
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError
 from tf2dist.model import model_checks, support
-from tf2dist.model.batch_attention import noting
+from tf2dist.model.batch_attention import recording
 
 layers = keras.layers
 
@@ -188,8 +188,8 @@ def test_what_parts_of_a_batch_do_not_give_together_is_refused(name: str) -> Non
 
 
 def test_an_exchange_goes_on_after_another_one_within_it() -> None:
-    with noting() as outer:
-        with noting() as inner:
+    with recording() as outer:
+        with recording() as inner:
             tf2dist.gather([1.0])
         tf2dist.gather([2.0])
     assert len(inner) == len(outer) > 0
