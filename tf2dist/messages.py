@@ -164,6 +164,11 @@ class PeerGone:
 
 
 @dataclass(frozen=True)
+class LeaderDone:
+    """The leader, on another host, has ended with its result: the evaluator finds the last checkpoint now, or never."""
+
+
+@dataclass(frozen=True)
 class HookAnswer:
     """The wish of the caller of `fit` after the `HookCall` of this number; () and "": as it is.
 
@@ -201,7 +206,7 @@ FromTask = (
     | ResultMessage
     | Done
 )
-ToTask = PeerGone | HookAnswer | PauseWanted
+ToTask = PeerGone | LeaderDone | HookAnswer | PauseWanted
 # Repeated soon: sent without waiting, and dropped while a suspended launcher reads nothing.
 DROPPABLE = Alive | ProgressMessage
 

@@ -20,7 +20,7 @@ from tf2dist.data.location import check_shard
 from tf2dist.errors import CheckpointError, Interrupted, reason_of
 from tf2dist.messages import Began, ToLauncher
 from tf2dist.model.source import plain_model
-from tf2dist.process import devices, heartbeat, profiling
+from tf2dist.process import devices, heartbeat, inbox, profiling
 from tf2dist.process.inbox import end_on_sigterm, stop_when_asked
 from tf2dist.process.strategy import multi_worker_mirrored_strategy
 from tf2dist.training import stragglers
@@ -85,7 +85,8 @@ def run_task(context: TaskContext) -> None:
             # A run that reaches its goal ends before train.steps, and its last checkpoint says so.
             has_goal = config.train.until_accuracy is not None or config.train.until_secs is not None
             asked_steps = None if has_goal else config.train.steps
-            follow(evaluator, run_dir, splits.evaluated, writer.on_evaluation, asked_steps)
+            told = inbox.leader_is_done, to_launcher.status
+            follow(evaluator, run_dir, splits.evaluated, writer.on_evaluation, asked_steps, *told)
         return
     if cluster.has_coordinator and task.job == "worker":
         publish(splits, [task.index])

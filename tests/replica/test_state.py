@@ -26,6 +26,7 @@ from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.shards import row_pieces
 from tf2dist.model.source import EpochPlan, build_step
 from tf2dist.tf_internals import fresh_names
+from tf2dist.training import evaluator as evaluator_module
 from tf2dist.training.evaluator import Evaluator, follow
 
 
@@ -134,6 +135,26 @@ def test_an_evaluator_waits_for_the_checkpoint_after_a_damaged_one(tmp_path: Pat
     assert "checkpoint step-0000000009 is damaged (arrays.npz has 7 bytes instead of" in text
 
 
+def test_an_evaluator_does_not_outlive_a_leader_that_saves_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whose last checkpoint is damaged."""
+    monkeypatch.setattr(evaluator_module, "LINE_EVERY_SECS", 0.0)
+    monkeypatch.setattr(evaluator_module, "LAST_SECS", 0.5)
+    config, told = run_config(), list[str]()
+    evaluator = Evaluator(config, *source_and_splits(config), told.append)
+    for name in ("empty", "damaged"):
+        folder = tmp_path / name
+        if name == "damaged":
+            path = Checkpoints(folder / "checkpoints").save(Snapshot(5, {"model/a": np.zeros(3)}, facts(5)))
+            (path / "arrays.npz").write_bytes(b"damaged")
+        message = rf"run_dir \({folder}\): the leader has ended, and its last checkpoint is not here, or is damaged"
+        with pytest.raises(CheckpointError, match=message):
+            follow(evaluator, folder, ["test"], lambda *_: pytest.fail("evaluated"), 5, lambda: True, told.append)
+    assert f"waiting for a checkpoint in {tmp_path}/empty/checkpoints, 0 s" in told
+    assert any(text.startswith("checkpoint step-0000000005 is damaged") for text in told)
+
+
 def test_an_evaluator_does_not_wait_for_ever_where_it_cannot_read(tmp_path: Path) -> None:
     checkpoints, config = Checkpoints(tmp_path, 3), run_config()
     evaluator = Evaluator(config, *source_and_splits(config), pytest.fail)
@@ -215,7 +236,15 @@ def test_an_evaluator_of_fit_evaluates_the_validation_set_alone(kind: str, tmp_p
     last = Snapshot(20, values(named_variables(step.model, step.variables, [])), facts(20))
     Checkpoints(tmp_path / "checkpoints", 3).save(replace(last, facts=replace(last.facts, data=config.data.name)))
     evaluator, told = Evaluator(config, source, splits, pytest.fail), list[tuple[str, int, Evaluation]]()
-    follow(evaluator, tmp_path, splits.evaluated, lambda *evaluation: told.append(evaluation), None)
+    follow(
+        evaluator,
+        tmp_path,
+        splits.evaluated,
+        lambda *evaluation: told.append(evaluation),
+        asked_steps=None,
+        leader_is_done=lambda: True,
+        notify=pytest.fail,
+    )
     ((split, at, evaluation),) = told
     assert (split, at, evaluation.num_examples) == ("validation", 20, num_examples)
     x, y = (X[:250], Y[:250]) if kind == "a stream" else (X[250:][:num_examples], Y[250:][:num_examples])

@@ -24,7 +24,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskFailure, TaskLeft, TaskLostError
 from tf2dist.hosts.protocol import Back, Ended, Lost, MeetingEvent
 from tf2dist.launch import failures
-from tf2dist.messages import PeerGone, ProgressMessage, ResultMessage, Saved
+from tf2dist.messages import LeaderDone, PeerGone, ProgressMessage, ResultMessage, Saved
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
@@ -109,6 +109,7 @@ def test_an_evaluator_may_take_long_for_the_last_checkpoint(tmp_path: Path, task
     config = RunConfig(mode="async")
     with pytest.raises(TaskLostError, match="chief-0 finished 120 s ago") if fails else contextlib.nullcontext():
         assert follow(launcher, config, [task], "chief-0", meeting=meeting) == {}
+    assert launcher.sent == ([] if fails else [(task, LeaderDone())]), "the evaluator looks for the last one now"
 
 
 def test_an_echo_waits_until_the_frozen_task_behind_it_is_found(

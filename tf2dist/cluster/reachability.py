@@ -25,16 +25,21 @@ class Wait:
 
     Args:
         notify: takes a line for the user.
-        first_line_secs: the time until the first line; by default `LINE_EVERY_SECS`, the time between lines.
+        first_line_secs: the time until the first line; by default that between lines.
+        every_secs: the time between lines.
     """
 
     def __init__(
-        self, timeout_secs: float, notify: Callable[[str], None], first_line_secs: float | None = None
+        self,
+        timeout_secs: float,
+        notify: Callable[[str], None],
+        first_line_secs: float | None = None,
+        every_secs: float = LINE_EVERY_SECS,
     ) -> None:
         # The monotonic clock: the time of day may jump when a host that has just started sets its clock.
         self._start = time.monotonic()
-        self._notify = notify
-        self._next_line_at = self._start + (LINE_EVERY_SECS if first_line_secs is None else first_line_secs)
+        self._notify, self._every_secs = notify, every_secs
+        self._next_line_at = self._start + (every_secs if first_line_secs is None else first_line_secs)
         self.deadline = self._start + timeout_secs
 
     @property
@@ -50,7 +55,7 @@ class Wait:
         """Tells the user what is waited for, unless the last line is too recent."""
         now = time.monotonic()
         if now > self._next_line_at:
-            self._next_line_at = now + LINE_EVERY_SECS
+            self._next_line_at = now + self._every_secs
             self._notify(f"waiting for {what}, {now - self._start:.0f} s")
 
 

@@ -26,6 +26,7 @@ from tf2dist.messages import (
     Began,
     Event,
     Exited,
+    LeaderDone,
     Note,
     PeerGone,
     ProgressMessage,
@@ -237,8 +238,10 @@ class Monitor:
     def _on_end_elsewhere(self, task: str, code: int, why: str, was_lost: bool) -> None:
         if code == 0 and task == self._tasks.leader:
             self._leader_is_done = True
-            # An evaluator evaluates the last checkpoint alone, which may take long; only the watchdog ends it.
-            if Task.parse(self._tasks.names[0]).job != "evaluator":
+            # An evaluator evaluates the last checkpoint alone, which may take long. It ends by itself if there is none.
+            if Task.parse(self._tasks.names[0]).job == "evaluator":
+                self._launcher.send_to_task(self._tasks.names[0], LeaderDone())
+            else:
                 self._attempt.exit_deadline = self._clock.monotonic() + FOLLOW_END_SECS
         elif code == 0 or self._phase() is Phase.DONE:
             pass

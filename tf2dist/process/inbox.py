@@ -2,7 +2,8 @@
 
 SIGTERM ends a task, or asks it to stop. Messages come one per line on its standard input. `PeerGone` says that another
 task is lost. TensorFlow notices the end of a process when its connections close. When a whole host is cut off nothing
-closes them, and a call to it waits for ever. The other messages come from the caller of `fit` and are for the leader.
+closes them, and a call to it waits for ever. `LeaderDone` is for the evaluator. The other messages come from the caller
+of `fit` and are for the leader.
 """
 
 import contextlib
@@ -17,13 +18,14 @@ from dataclasses import dataclass, field
 
 from tf2dist.cluster.addresses import Ip, as_ipv4, ip_of, resolve, split
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.messages import HookAnswer, PauseWanted, PeerGone, ToTask, unpack
+from tf2dist.messages import HookAnswer, LeaderDone, PauseWanted, PeerGone, ToTask, unpack
 from tf2dist.process import heartbeat
 
 EXIT_CODE = 128 + signal.SIGTERM  # as a shell reports a process that the signal has ended
 _write_end: list[int] = []  # of the pipe; empty until it is made
 _asked = threading.Event()
 _only_asks = threading.Event()  # set: SIGTERM does not end this process
+_leader_is_done = threading.Event()
 _fork = threading.local()  # several threads may fork at once, each with a signal mask of its own
 RECONNECT_SECS = 90.0  # TensorFlow calls the lost host a few more times, and each time gRPC gives up after 20 s
 
@@ -82,6 +84,11 @@ def asked_to_stop() -> bool:
     return _asked.is_set()
 
 
+def leader_is_done() -> bool:
+    """Whether the leader, on another host, has ended with its result."""
+    return _leader_is_done.is_set()
+
+
 def _read_signals(read_end: int) -> None:
     while True:
         # The byte is the number of the signal; code of the user's may have handlers for others.
@@ -129,6 +136,8 @@ def _read_messages(cluster: Cluster, pipe: int, inbox: Inbox) -> None:
                 inbox.answers.put(message)
             case PauseWanted():
                 inbox.pause_wanted.set()
+            case LeaderDone():
+                _leader_is_done.set()
             case PeerGone(gone):
                 address = cluster.address(Task.parse(gone))
                 # Before the cut: the calls that it fails may be repeated at once, and the watchdog must know.

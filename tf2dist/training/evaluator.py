@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,15 +15,18 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import Snapshot, is_damage, read, unreadable
 from tf2dist.checkpoint.state import Named, assign, check_same, finalize, named_variables
 from tf2dist.checkpoint.store import Checkpoints, Notify
+from tf2dist.cluster.reachability import Wait
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.splits import Splits
-from tf2dist.errors import DataError
+from tf2dist.errors import CheckpointError, DataError
 from tf2dist.model.evaluation import Evaluation, chunk_size, chunks, evaluated_sizes
 from tf2dist.model.features import finalizes
 from tf2dist.model.source import Source, build_step
 from tf2dist.process import heartbeat
 
 POLL_SECS = 1.0
+LINE_EVERY_SECS = 30.0  # while there is no checkpoint
+LAST_SECS = 120.0  # for the last checkpoint, once the leader is done: NFS may show an old listing for a minute
 OnEvaluation = Callable[[str, int, Evaluation], None]
 
 
@@ -110,7 +114,13 @@ class Evaluator:
 
 
 def follow(
-    evaluator: Evaluator, run_dir: Path, splits: Sequence[str], on_evaluation: OnEvaluation, asked_steps: int | None
+    evaluator: Evaluator,
+    run_dir: Path,
+    splits: Sequence[str],
+    on_evaluation: OnEvaluation,
+    asked_steps: int | None,
+    leader_is_done: Callable[[], bool],
+    notify: Notify,
 ) -> None:
     """Evaluates each new checkpoint, until the run has reached its target.
 
@@ -119,15 +129,32 @@ def follow(
     Args:
         splits: the first one is evaluated at every checkpoint, the others at the last one.
         asked_steps: train.steps, which may be beyond the target of the earlier run that has saved the checkpoint.
+        notify: takes a line for the user while there is no checkpoint.
+
+    Raises:
+        CheckpointError: the leader is done, and no last checkpoint has come.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints")
+    first: Wait | None = Wait(math.inf, notify, every_secs=LINE_EVERY_SECS)
+    last: Wait | None = None
     while True:
         heartbeat.progress()
+        is_over = leader_is_done()  # asked before the look, which then finds what the leader has saved
         snapshot = evaluator.newest(checkpoints)
         # Polling works on every file system, network ones included, where notifications do not come from other hosts.
         if snapshot is None:
+            if first:
+                first.notify(f"a checkpoint in {checkpoints.folder}")
+            if is_over:
+                last = last or Wait(LAST_SECS, notify)
+            if last and last.is_over:
+                raise CheckpointError(
+                    f"run_dir ({run_dir}): the leader has ended, and its last checkpoint is not here, or is damaged; "
+                    "give the evaluator the run_dir of the leader"
+                )
             time.sleep(POLL_SECS)
             continue
+        first = last = None
         done = snapshot.step
         is_last = done >= max(snapshot.facts.target_step, asked_steps or 0)
         for split in splits if is_last else splits[:1]:
