@@ -83,6 +83,33 @@ def test_files_of_another_user_are_refused_in_one_line(open_folder: Path, name: 
     assert "\n" not in stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("checkpoints", "is a link to /scratch/gone, which is not there"),
+        ("tensorboard", "is not a directory"),
+        ("summary.json", "is a directory"),
+        ("model.keras", "is a directory"),
+    ],
+)
+def test_what_stands_where_a_run_writes_is_refused_at_the_start(folder: Path, name: str, problem: str) -> None:
+    if "link" in problem:
+        (folder / name).symlink_to("/scratch/gone")
+    elif "not" in problem:
+        (folder / name).touch()
+    else:
+        (folder / name).mkdir()
+    message = rf"run_dir \(.*\): {name} in it {problem}; remove it, or name another directory"
+    with pytest.raises(ConfigError, match=message):
+        run_dir.make_run_dir(RunConfig(run_dir=str(folder)))
+
+
+def test_checkpoints_may_lie_elsewhere(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (folder / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert run_dir.make_run_dir(RunConfig(run_dir=str(folder))) == folder
+
+
 def test_one_run_at_a_time(folder: Path) -> None:
     in_use = "another run is using it; wait for its end, or name another directory"
     with run_dir.locked(folder) as lock:

@@ -72,14 +72,21 @@ def _new_default_dir(outputs: Path, name: str) -> Path:
 
 def _check_access(run_dir: Path, name: str) -> None:
     """Checks that this user may write to what another run has left, which may have been of root in a container."""
-    for path in (*(run_dir / name for name in (*FOLDERS, *FILES)), *(run_dir / "logs").glob("*.log")):
-        access = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
-        # By default `access` asks for the real user, and files are opened as the effective one.
-        if path.exists() and not os.access(path, access, effective_ids=True):
-            raise ConfigError(
-                f"run_dir ({name}): {path.name} in it cannot be read and written by this user; remove it, or name "
-                "another directory"
-            )
+    for path in (*(run_dir / entry for entry in (*FOLDERS, *FILES)), *(run_dir / "logs").glob("*.log")):
+        if problem := _why_unusable(path, is_folder=path.name in FOLDERS):
+            raise ConfigError(f"run_dir ({name}): {path.name} in it {problem}; remove it, or name another directory")
+
+
+def _why_unusable(path: Path, is_folder: bool) -> str:
+    """What is wrong with an entry of a run directory, which need not be there; "" if nothing is."""
+    if not path.exists():
+        # A run could not make the folder in the place of the link, and would notice it at its first checkpoint.
+        return f"is a link to {path.readlink()}, which is not there" if is_folder and path.is_symlink() else ""
+    if path.is_dir() != is_folder:
+        return "is not a directory" if is_folder else "is a directory"
+    access = os.R_OK | os.W_OK | (os.X_OK if is_folder else 0)
+    # By default `access` asks for the real user, and files are opened as the effective one.
+    return "" if os.access(path, access, effective_ids=True) else "cannot be read and written by this user"
 
 
 def how_to_go_on(run_dir: Path, in_python: bool) -> str:
