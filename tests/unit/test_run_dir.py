@@ -168,6 +168,22 @@ def test_a_run_whose_directory_was_replaced_leaves_the_other_runs_results_alone(
         assert not (folder / "config.yaml").exists()
 
 
+def test_a_run_whose_directory_was_removed_says_so_and_writes_its_configuration_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = host_run(RunConfig(), folder)
+    with run_dir.locked(folder) as lock:
+        (folder / ".lock").unlink()  # as after a host that is down
+        host_tasks.restore_config(run, lock)
+        assert capsys.readouterr().err == ""
+        shutil.rmtree(folder)
+        (folder / "checkpoints").mkdir(parents=True)  # by the next checkpoint
+        host_tasks.restore_config(run, lock)
+    assert f"warning: run_dir ({folder}): was removed or moved during the run" in capsys.readouterr().err
+    assert (folder / "config.yaml").read_text() == run.config.to_yaml()
+    assert run_dir.make_run_dir(RunConfig(run_dir=str(folder))) == folder, "another run can go on there"
+
+
 def test_a_run_that_begins_removes_the_result_of_an_earlier_one(folder: Path) -> None:
     for name in ("summary.json", "training.png", "metrics.jsonl"):
         (folder / name).write_text("earlier")

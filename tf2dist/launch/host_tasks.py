@@ -102,6 +102,8 @@ def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, 
         console.status(f"starting {', '.join(tasks.names)}{at_address}")
         summary = monitor.run(tasks)
         if summary:
+            if lock:
+                restore_config(run, lock)
             write_summary(run.run_dir, lock, summary)
             check_saved(summary, how_to_go_on(run.run_dir, in_python=session is not None))
         return summary
@@ -168,6 +170,21 @@ def note_begin(run: HostRun, lock: Lock | None) -> None:
         for name in ("summary.json", "training.png"):
             (run.run_dir / name).unlink(missing_ok=True)
         write_whole(run.run_dir / "config.yaml", run.config.to_yaml())
+
+
+def restore_config(run: HostRun, lock: Lock) -> None:
+    """Writes config.yaml again if the run directory was removed, and then made again for the next checkpoint.
+
+    Without it the result could be neither used for predictions nor gone on with.
+    """
+    if lock.is_gone and not (run.run_dir / "config.yaml").exists():
+        run.console.warn(
+            f"run_dir ({run.run_dir}): was removed or moved during the run; what was in it before is not in it now, "
+            "such as its metrics and logs"
+        )
+        with warning(run.console.warn, "config.yaml could not be written", "tf2dist.predict will refuse the directory"):
+            (run.run_dir / "logs").mkdir(mode=0o700, exist_ok=True)  # by which the next run knows the directory
+            write_whole(run.run_dir / "config.yaml", run.config.to_yaml())
 
 
 def check_saved(summary: dict[str, Any], advice: str) -> None:

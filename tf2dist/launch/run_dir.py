@@ -134,6 +134,11 @@ class Lock:
     run_dir: Path
     file: IO[str]
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory was removed or moved, or somebody has removed the file in it."""
+        return not (self.run_dir / ".lock").exists()
+
     def check(self) -> None:
         """Checks that no other run has locked the path meanwhile.
 
