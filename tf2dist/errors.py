@@ -21,6 +21,7 @@ Schedulers take codes from 1 to 127 as permanent failures, and retry after 128 a
 """
 
 import difflib
+import errno
 import functools
 import itertools
 import json
@@ -242,6 +243,8 @@ def brief_reason(error: BaseException) -> str:
     """The words of the system for an error of a file, without its path and number; for others the first line."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not text"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:  # the disk has room
+        return f"{error.strerror}: raise ulimit -f"
     return getattr(error, "strerror", None) or first_line(str(error)) or type(error).__name__
 
 

@@ -143,7 +143,8 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
                 fresh = functools.partial(plain_model, source, splits, config.seed, loop.new_optimizer)
                 num_updates = loop.earlier_updates + loop.progress.global_step
                 given = loop.model, loop.optimizer, final_arrays, num_updates, fresh, to_launcher.warn
-                write_model(run_dir, *given, named_groups(loop.step))
+                is_saved = saver.saved_step == loop.progress.global_step
+                write_model(run_dir, *given, named_groups(loop.step), is_saved=is_saved)
                 heartbeat.progress()
 
         hooks = context.hooks if task == cluster.leader else Hooks()

@@ -429,6 +429,16 @@ def leave_only(run_dir: Path, model: keras.Model) -> list[str]:
     return warnings
 
 
+def test_only_weights_that_were_saved_are_said_to_be_in_the_checkpoints(tmp_path: Path) -> None:
+    model, warnings = trained(nameless), list[str]()
+    given = model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, warnings.append
+    (tmp_path / MODEL_FILE).mkdir()
+    for is_saved in (True, False):
+        write_model(tmp_path, *given, is_saved=is_saved)
+    failed = "model.keras could not be written (Is a directory)"
+    assert warnings == [f"{failed}; the checkpoints have the model, for load_model", failed]
+
+
 def test_a_link_is_replaced_and_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep me")

@@ -122,10 +122,11 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "ray").symlink_to("/bin/true")
     command = f"ulimit -f 0; PATH={tmp_path}:$PATH; {sys.executable} -m tf2dist.render"
     for arguments, words in (
-        ("slurm --out job.sh", "--out (job.sh): cannot be written (File too large); name a new file"),
+        ("slurm --out job.sh", "--out (job.sh): cannot be written (File too large: raise ulimit -f); name a new file"),
         (
             f"ray {SHARED} --submit --command 'python a.py' > /dev/null",
-            f"--submit ({tmp_path}): no file can be written here (File too large); change to another folder",
+            f"--submit ({tmp_path}): no file can be written here (File too large: raise ulimit -f); change to another "
+            "folder",
         ),
     ):
         done = subprocess.run(["bash", "-c", f"{command} {arguments}"], cwd=tmp_path, capture_output=True, text=True)

@@ -1,6 +1,9 @@
 """When checkpoints are saved, and what happens if saving fails."""
 
 import errno
+import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -9,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.unit.test_saving import assert_same, fail, snapshot
 from tf2dist.checkpoint import store
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.store import Checkpoints, Saver
 from tf2dist.errors import TrainingError
-from tf2dist.launch.host_tasks import check_saved
+from tf2dist.launch.host_tasks import check_saved, write_summary
 from tf2dist.messages import Saved, ToLauncher, Warned
 
 RESULT = {"test_accuracy": 0.9, "test_loss": 0.3, "test_examples": 100}
@@ -75,6 +79,34 @@ def test_saving_the_last_step_is_retried(tmp_path: Path) -> None:
     assert_same(disk.newest(fail), snapshot(9))
     saver.retry(9, lambda: pytest.fail("it has been saved"))
     check_saved({"global_step": 9, "saved_step": saver.saved_step}, "add X")
+
+
+def test_a_summary_that_cannot_be_written_tells_that_the_weights_are_lost_too(tmp_path: Path) -> None:
+    summary = {"global_step": 9, "saved_step": None, **RESULT}
+    lost = r"step 9 could not be saved: the weights behind the result \(test accuracy 0.9000, .*\) are lost"
+    with pytest.raises(TrainingError, match=rf"\(No such file or directory\), and {lost}; its content would be\n"):
+        write_summary(tmp_path / "gone", None, summary)
+    with pytest.raises(TrainingError, match=r"\(No such file or directory\); its content would be\n"):
+        write_summary(tmp_path / "gone", None, summary | {"saved_step": 9})
+
+
+def test_the_way_out_of_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    program = """
+from pathlib import Path
+from tests.unit.test_saver import RESULT, frozen
+from tf2dist.checkpoint.store import Checkpoints, Saver
+from tf2dist.launch.host_tasks import check_saved
+from tf2dist.messages import ToLauncher
+saver = Saver(Checkpoints(Path.cwd()), None, ToLauncher("chief-0", lambda message: print(message.text, flush=True)))
+saver.retry(9, lambda: frozen(9))
+check_saved({"global_step": 9, "saved_step": None, **RESULT}, "add X")
+"""
+    command = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", sys.executable, "-c", program]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    said = "step 9 could not be saved (File too large: raise ulimit -f); what was saved before stays\n"
+    assert done.stdout == said, done.stderr
+    assert "are lost; raise ulimit -f or make room, and add X to go on" in done.stderr
 
 
 class SlowDisk(Checkpoints):

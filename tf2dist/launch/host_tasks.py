@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import resource
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -189,11 +190,18 @@ def restore_config(run: HostRun, lock: Lock) -> None:
 
 def check_saved(summary: dict[str, Any], advice: str) -> None:
     """Raises TrainingError if the weights behind the result could not be saved."""
-    if (step := summary.get("global_step")) != summary.get("saved_step"):  # a prediction has none
-        raise TrainingError(
-            f"step {step} could not be saved: the weights behind the result ({last_evaluation(summary).strip()}) "
-            f"are lost; make room, and {advice} to go on from the checkpoint before"
-        )
+    if lost := lost_weights(summary):
+        is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+        room = "raise ulimit -f or make room" if is_limited else "make room"
+        raise TrainingError(f"{lost}; {room}, and {advice} to go on from the checkpoint before")
+
+
+def lost_weights(summary: dict[str, Any]) -> str:
+    """The words for weights that could not be saved; "" if they were, or if there are none."""
+    if (step := summary.get("global_step")) == summary.get("saved_step"):  # a prediction has none
+        return ""
+    result = last_evaluation(summary).strip()
+    return f"step {step} could not be saved: the weights behind the result ({result}) are lost"
 
 
 def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> None:
@@ -205,5 +213,8 @@ def write_summary(run_dir: Path, lock: Lock | None, summary: dict[str, Any]) -> 
             lock.check()
         write_whole(run_dir / "summary.json", text + "\n")
     except (OSError, TrainingError) as error:
-        message = f"{run_dir / 'summary.json'}: could not be written ({brief_reason(error)}); its content would be"
+        lost = f", and {words}" if (words := lost_weights(summary)) else ""
+        message = (
+            f"{run_dir / 'summary.json'}: could not be written ({brief_reason(error)}){lost}; its content would be"
+        )
         raise TrainingError(f"{message}\n{as_json(summary)}") from None

@@ -86,6 +86,8 @@ def write_model(
     build: Callable[[], keras.Model],
     warn: Warn,
     groups: Sequence[NamedGroup] = (),
+    *,
+    is_saved: bool = True,
 ) -> None:
     """Writes model.keras at the end of a run, whole or not at all.
 
@@ -97,8 +99,9 @@ def write_model(
         build: makes a new compiled model like `trained`, with plain variables in this process.
         warn: called if the file cannot be written, which does not end the run.
         groups: see `named_groups`.
+        is_saved: whether a checkpoint has the same weights.
     """
-    folder = run_dir / TEMPORARY
+    folder, elsewhere = run_dir / TEMPORARY, "; the checkpoints have the model, for load_model" if is_saved else ""
     try:
         shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed while it wrote
         folder.mkdir(mode=0o700)
@@ -106,7 +109,7 @@ def write_model(
         arrays = {name: array for name, array in arrays.items() if name in names or name.startswith(OPTIMIZER)}
         in_files = names_in_files(trained, arrays)
         if lack := lack_of_memory([array.nbytes for name, array in arrays.items() if name not in in_files]):
-            warn(f"{MODEL_FILE} was not written: it {lack}; the checkpoints have the model, for load_model")
+            warn(f"{MODEL_FILE} was not written: it {lack}{elsewhere}")
             return
         heartbeat.progress(heartbeat.START_SECS)  # Keras writes all weights in one call
         # On the CPU: beside the model of the run a second one with its optimizer may not fit on a GPU.
@@ -130,7 +133,7 @@ def write_model(
         shutil.rmtree(folder / "tables", ignore_errors=True)
         _zip(folder / "unzipped", run_dir)
     except Exception as error:  # builders and get_config of the user's layers may raise anything
-        warn(f"{MODEL_FILE} could not be written ({_reason(error)}); the weights are in the checkpoints")
+        warn(f"{MODEL_FILE} could not be written ({_reason(error)}){elsewhere}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
