@@ -113,6 +113,8 @@ def test_silence_is_a_loss(enter: Meetings) -> None:
     finally:
         thaw.set()
     assert [event.task for event in participants["worker-2"].events()] == ["worker-1"]
+    assert participants["worker-1"].event(Lost, "worker-1").why.startswith("stood still for ")
+    assert participants["worker-1"].events()[0].task == "worker-1", "it does not blame the others first"
 
 
 def test_a_silent_holder_keeps_its_task_for_a_while(enter: Meetings) -> None:

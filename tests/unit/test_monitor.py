@@ -198,6 +198,16 @@ def test_the_summary_tells_which_worker_was_there_when(tmp_path: Path, capsys: p
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("task", ["chief-0", "worker-1"])
+def test_a_process_that_stood_still_blames_itself(tmp_path: Path, task: str) -> None:
+    launcher = ScriptedLauncher(tmp_path, [])
+    why = "stood still for 31 s, and the others have given it up"
+    meeting = ScriptedMeeting(launcher, [(103.0, Lost(task, why)), (103.0, Lost("ps-0", "silent for 31 s"))])
+    with pytest.raises(TaskLostError, match=f"^{task}: {why}$") as caught:
+        follow(launcher, RunConfig(mode="async"), [task], "chief-0", meeting=meeting)
+    assert caught.value.exit_code == 138
+
+
 @pytest.mark.parametrize("task", ["chief-0", "ps-0"])
 def test_a_lost_leader_has_an_exit_code_of_its_own(tmp_path: Path, task: str) -> None:
     launcher = ScriptedLauncher(tmp_path, [])

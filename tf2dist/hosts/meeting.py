@@ -177,13 +177,15 @@ class Meeting:
     # What follows belongs to the meeting's thread.
 
     def _run(self) -> None:
+        ran_at = time.monotonic()
         try:
             while True:
                 for command in _drain(self._commands):
                     if command is None:
                         return
                     command()
-                self._role.tick(time.monotonic())
+                ran_at = self._check_own_silence(ran_at)
+                self._role.tick(ran_at)
                 # Never longer than POLL_SECS: the role has beats to send and silent members to find.
                 self._links.poll(POLL_SECS)
         except Exception as error:  # a thread that ended silently would leave the other hosts unwatched
@@ -192,6 +194,15 @@ class Meeting:
             self._membership.events.put(Lost(str(self._membership.cluster.leader), why))
         finally:
             self._links.end()
+
+    def _check_own_silence(self, ran_at: float) -> float:
+        """Reports a loss of this task itself if this process did not run since `ran_at`; returns the time now."""
+        membership, now = self._membership, time.monotonic()
+        # Before the role looks for silent members: to a process that was stopped, or starved, all others seem silent.
+        if membership.agreed.is_set() and now - ran_at > membership.lost_after_secs:
+            why = f"stood still for {now - ran_at:.0f} s, and the others have given it up"
+            membership.events.put(Lost(str(membership.task), why))
+        return now
 
     def on_open(self, link: Link) -> None:
         self._role.on_open(link)

@@ -186,7 +186,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Lost:
-    """A task's process is gone, or sends nothing any more."""
+    """A task's process is gone, or sends nothing any more; of the own task, the process did not run for too long."""
 
     task: str
     why: str

@@ -225,6 +225,9 @@ class Monitor:
             case protocol.Back():
                 self._lost_peers.pop(event.task, None)
                 self._add_event(event.task, "joined" if event.is_first else "back")
+            case protocol.Lost(task, why) if task in self._tasks.names:
+                if self._phase() is not Phase.DONE:
+                    raise TaskLostError(f"{task}: {why}")
             case protocol.Lost(task, why):
                 is_leaders = task == self._tasks.leader and not self._tasks.has_leader
                 code = (LeaderLostError if is_leaders else TaskLostError).exit_code
