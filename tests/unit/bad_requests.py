@@ -147,6 +147,8 @@ OPTIONS: list[tuple[list[str], str]] = [
     ([""], "cannot be read"),
     (["seed 5"], "cannot be read"),
     (["train.steps=5\nseed=3"], "cannot be read"),
+    (["=3"], "=3: cannot be read; options look like train.steps=1000"),
+    (["=softmax"], "=softmax: cannot be read; options look like train.steps=1000"),
     (["mode=\x1b[31m"], r"mode=\x1b[31m: cannot be read"),
     (["run_dir=???"], "run_dir (???): is missing"),
     # Paths.

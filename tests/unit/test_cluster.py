@@ -132,6 +132,13 @@ def test_each_mistake_is_named(text: str | None, mode: str, words: list[str]) ->
     assert len(str(caught.value).splitlines()) <= 3
 
 
+def test_a_job_that_is_no_list_is_the_only_mistake() -> None:
+    with pytest.raises(ClusterError) as caught:
+        parse(tf_config({"worker": {"0": "a:1", "2": "b:1"}}), "sync")
+    (line,) = str(caught.value).splitlines()
+    assert line.endswith('must be a list of "host:port" strings')
+
+
 def test_all_mistakes_are_reported_at_once() -> None:
     text = tf_config({"chief": ["h0:1"], "ps": ["h1"], "worker": ["h2:99999", "h0:1"]}, "worker", 5)
     with pytest.raises(ClusterError) as caught:

@@ -136,7 +136,9 @@ def _task_problems(task: dict[str, Any], jobs: dict[str, Any]) -> list[str]:
     number = index if isinstance(index, int) and not isinstance(index, bool) else -1
     if is_unlisted:
         return [] if number >= 0 else [f"task index ({index}): must be a whole number, 0 or more"]
-    count = len(jobs[job]) if isinstance(jobs[job], list) else 0
+    if not isinstance(jobs[job], list):
+        return []  # said of the job already
+    count = len(jobs[job])
     if not 0 <= number < count:
         return [f"task index ({index}): job {job} has {count} tasks, so it must be from 0 to {max(0, count - 1)}"]
     return []

@@ -404,7 +404,8 @@ def _explain(error: Exception, overrides: list[str], config_name: str | None, ru
     # Hydra's errors do not always say which override they are about, so each is parsed by itself to find it.
     for text in overrides:
         try:
-            parsed.append(OverridesParser.create().parse_override(text))
+            # Hydra reads =3, in which the name is missing; it does not read an empty text.
+            parsed.append(OverridesParser.create().parse_override(text if name_of(text) else ""))
         except ERRORS:
             return f"{' '.join(text.split())}: cannot be read; {FORM}"
     single = [override for override in parsed if run_mode == RunMode.RUN or not override.is_sweep_override()]
