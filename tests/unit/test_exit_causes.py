@@ -1,14 +1,18 @@
 """The cause of a process's end, from its exit code and its output."""
 
 import signal
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tf2dist.launch.failures import (
     FILE_LIMIT,
     MEMORY_LIMIT,
+    STACK_LIMIT,
     THREAD_LIMIT,
     TIME_LIMIT,
     FailureReader,
@@ -42,6 +46,14 @@ from tf2dist.messages import Exited
 )
 def test_a_limit_is_recognised_in_the_output(code: int, log: str, said: str) -> None:
     assert limit_reached(code, log) == said
+
+
+@pytest.mark.parametrize(("kilobytes", "said"), [(100, STACK_LIMIT), (8192, "")])
+def test_a_crash_with_a_small_stack_is_one_of_its_limit(kilobytes: int, said: str) -> None:
+    program = "from tf2dist.launch.failures import limit_reached; print(limit_reached(-11, ''))"
+    command = f'ulimit -s {kilobytes}; exec {sys.executable} -c "{program}"'
+    done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout == f"{said}\n", done.stderr
 
 
 def test_the_error_line_is_the_exception() -> None:

@@ -7,6 +7,7 @@ that was killed is. Whether a failed task is started again, alone or with all ot
 import contextlib
 import enum
 import re
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from tf2dist.signals import name_of
 MEMORY_LIMIT = "the limit on memory is reached; raise it (ulimit -v, or the container's), or use fewer tasks"
 THREAD_LIMIT = "the limit on processes or threads is reached; raise it (ulimit -u and -v, or the container's)"
 FILE_LIMIT = "the limit on open files is reached; raise it (ulimit -n)"
+STACK_LIMIT = "the limit on the stack is reached; raise it (ulimit -s)"
+SMALL_STACK = 1 << 20  # in bytes; systems begin with 8 MiB, and TensorFlow does not start with 100 KiB
 TIME_LIMIT = "the limit on processor time is reached; raise it (ulimit -t)"
 # What Python, and the C and C++ libraries below TensorFlow, print when the system refuses memory or a thread.
 LIMITS = (
@@ -55,6 +58,8 @@ def limit_reached(code: int, log: str) -> str:
     """
     if code == -signal.SIGXCPU:
         return TIME_LIMIT
+    if code == -signal.SIGSEGV and 0 <= resource.getrlimit(resource.RLIMIT_STACK)[0] < SMALL_STACK:
+        return STACK_LIMIT
     # C++ aborts when memory or a thread is refused. After any other signal the log says nothing about the cause.
     if code < 0 and code != -signal.SIGABRT:
         return ""
