@@ -120,7 +120,11 @@ THOROUGH = ("one-hot", "numbers")
     "kind", [pytest.param(kind, marks=pytest.mark.thorough if kind in THOROUGH else ()) for kind in DATA]
 )
 def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
-    source = source_of(kind)
+    assert_same_as_keras(source_of(kind))
+
+
+def assert_same_as_keras(source: InMemorySource) -> None:
+    """Asserts that the sums of three workers give the results of Keras, in its order."""
     step, _ = build_step(source, source.load(), run_config(), contextlib.nullcontext())
     train = source.load().train
     parts = [train[:10], train[10:45], train[45:]]
@@ -128,9 +132,35 @@ def test_the_sums_of_three_workers_equal_keras(kind: str) -> None:
     results = step.metrics.results(result[1:])
     expected = source.make().evaluate(train.x, train.y, batch_size=7, verbose=0, return_dict=True)
     assert result[0] == N
-    assert results.keys() == expected.keys()
+    assert list(results) == list(expected)
     for key, value in expected.items():
         np.testing.assert_allclose(results[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+class Counted(keras.metrics.Metric):  # type: ignore[misc]
+    """Its result is its variable, as in the docstring of `keras.metrics.Metric`."""
+
+    def __init__(self) -> None:
+        super().__init__(name="counted")
+        self.count = self.add_weight(shape=(), initializer="zeros", dtype="int32", name="count")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(keras.ops.size(y))
+
+    def result(self) -> Any:
+        return self.count
+
+
+class Rates(Counted):
+    """Its result is several numbers by name, some of them in a dict of their own."""
+
+    def result(self) -> Any:
+        return {"z_rate": self.count / 90, "nested": {"twice": self.count * 2}, "a_count": self.count}
+
+
+def test_results_that_are_variables_or_dicts_are_those_of_keras() -> None:
+    splits = Splits(Arrays(*BINARY), num_classes=None)
+    assert_same_as_keras(InMemorySource(lambda: compiled([Counted, Rates, M.BinaryAccuracy], 1), splits))
 
 
 def metric_sums(step: Step, part: Arrays) -> np.ndarray:

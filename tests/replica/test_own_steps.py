@@ -361,6 +361,35 @@ def test_numbers_that_a_step_returns_are_averaged_over_the_steps() -> None:
     assert set(results) == {"error", "examples", "inner"}
 
 
+class Sums(keras.metrics.Mean):  # type: ignore[misc]
+    """Its results are its variables, by name."""
+
+    def result(self) -> Any:
+        return {"weight": self.count, "nested": {"sum": self.total}}
+
+
+def all_results(self: Linear, data: Any) -> Any:
+    x, y = data
+    for metric in self.metrics:
+        metric.update_state(*([y, self(x)] if metric.name == "compile_metrics" else [self.error(data)]))
+    return {metric.name: metric.result() for metric in self.metrics}
+
+
+def test_results_of_compiled_metrics_and_of_dicts_are_those_of_keras_in_its_order() -> None:
+    def make() -> keras.Model:
+        model = linear(test_step=all_results)
+        model.sums = Sums(name="sums")
+        model.compile(keras.optimizers.SGD(0.1), metrics=["mae"])
+        return model
+
+    step = step_of(make)
+    sums = step.evaluate(*step.values(), [tf.constant(leaf) for leaf in (X, Y)]).numpy()
+    results = step.evaluated.results(sums[1:])
+    expected = step.model.evaluate(X, Y, batch_size=len(X), verbose=0, return_dict=True)
+    assert list(results) == list(expected) == ["mae", "error", "loss", "sum", "weight"]
+    assert results == pytest.approx(expected, rel=1e-5)
+
+
 def test_an_evaluation_takes_the_batches_that_keras_takes() -> None:
     """The metrics count each batch alike, so its size matters."""
     config = run_config("gan", batch_size=50)

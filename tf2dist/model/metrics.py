@@ -66,14 +66,15 @@ class Metrics:
         return parts
 
     def results(self, totals: np.ndarray) -> Results:
-        """The metrics by name, the loss among them, in the order of the names, which is that of Keras' History.
+        """The metrics by name, the loss among them, in the order of Keras' History.
 
         Args:
             totals: the sums over some examples, [size]. Zeros, for none, give what the metric makes of them: often NaN.
         """
         with self._holding(totals), inlining():
-            results = self._model.get_metrics_result()
-        return {name: _plain(value) for name, value in sorted(results.items()) if name not in self._hidden}
+            results = flat(self._model.get_metrics_result())
+            # A result may be a variable, which has the sums only here.
+            return {name: _plain(value) for name, value in results.items() if name not in self._hidden}
 
     def _holding(self, totals: np.ndarray) -> keras.StatelessScope:
         """A scope in which the metrics compute their results from these sums; their own variables stay as they are."""
@@ -113,13 +114,25 @@ class LoggedMetrics(Metrics):
     def results(self, totals: np.ndarray) -> Results:
         sums, numbers = np.split(totals, [self._num_sums])
         with np.errstate(invalid="ignore"):  # 0 / 0 before the first batch
-            results: dict[str, Any] = dict(zip(self.numbers, numbers[:-1] / numbers[-1:], strict=True))
+            means = dict(zip(self.numbers, numbers[:-1] / numbers[-1:], strict=True))
+        results: Results = {}
         with self._holding(sums), inlining():
             for name, source in self._logged.items():
                 if source:
                     metric, part = source
-                    results[name] = metric.result()[part] if part else metric.result()
-        return {name: _plain(value) for name, value in sorted(results.items())}
+                    result = metric.result()
+                    results[name] = _plain(flat(result)[part] if part else result)
+                else:
+                    results[name] = float(means[name])
+        return results
+
+
+def flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """Results by name, with those in dicts in the place of the dicts, in the order in which Keras logs them."""
+    values: dict[str, Any] = {}
+    for name, value in sorted(logs.items()):
+        values.update(flat(value) if isinstance(value, dict) else {name: value})
+    return values
 
 
 def scalars_of(results: Results) -> Results:

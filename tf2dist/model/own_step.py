@@ -12,7 +12,7 @@ from tf2dist.data.arrays import Layout
 from tf2dist.errors import ConfigError, TfDistError, kind_of, naming, reason_of, users_location
 from tf2dist.model.copies import PLAIN
 from tf2dist.model.interception import prepare_process
-from tf2dist.model.metrics import LoggedMetrics
+from tf2dist.model.metrics import LoggedMetrics, flat
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
 from tf2dist.model.step import Mapping, Step, StepOutput, Trace, is_own, without_padding
@@ -101,9 +101,10 @@ class OwnStep(Step):
 
         scope = self._train_scope(trainable, state, place, applied if apply else None)
         with scope:
-            logs = _flat(self.model.train_step(_data(self.layout, leaves)))
+            logs = flat(self.model.train_step(_data(self.layout, leaves)))
             changes = [*self.metrics.changes(scope, share), *self.metrics.changes_by(logs, share)]
-        loss = tf.cast(logs["loss"], tf.float32) if "loss" in logs else scope.loss()
+            # It may be a variable, which has its value only here.
+            loss = tf.cast(logs["loss"], tf.float32) if "loss" in logs else scope.loss()
         count = tf.cast(tf.shape(leaves[0])[0], tf.float32)
         weight = tf.ones([]) if share is None else share
         sums = tf.concat([[loss * weight, count], *changes], 0)
@@ -128,7 +129,7 @@ class OwnStep(Step):
         positions: Sequence[tf.Tensor] = (),
     ) -> tf.Tensor:
         with self._train_scope(trainable, state, tf.zeros([2], tf.int64)) as scope:
-            logs = _flat(self.model.test_step(_data(layout or self.layout, leaves)))
+            logs = flat(self.model.test_step(_data(layout or self.layout, leaves)))
             count = tf.cast(tf.shape(leaves[0])[0], tf.float32)
             changes = [*self.evaluated.changes(scope), *self.evaluated.changes_by(logs)]
         return tf.cast(tf.concat([[count], *changes], 0), tf.float64)
@@ -317,7 +318,7 @@ def _logged(logs: Any, results: Results) -> dict[str, tuple[keras.metrics.Metric
     if not isinstance(logs, dict):
         raise ConfigError(f"returns {kind_of(logs)}, and must return a dict of metrics by name")
     logged = {}
-    for name, value in _flat(logs).items():
+    for name, value in flat(logs).items():
         logged[name] = results.get(id(value), (None,))[1:] or None
         if logged[name] is None and not _is_number(value):
             raise ConfigError(f"returns {name}, which is no single number; return its mean, or the result of a metric")
@@ -333,14 +334,6 @@ def _is_number(value: Any) -> bool:
     return bool(tensor.shape.rank == 0 and (kind.is_floating or kind.is_integer or kind.is_bool))
 
 
-def _flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """The values that a step returns, with those in dicts of its own, as Keras takes them."""
-    flat: dict[str, Any] = {}
-    for name, value in logs.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
-    return flat
-
-
 @contextmanager
 def _recorded(metrics: list[keras.metrics.Metric]) -> Iterator[Results]:
     """The results that metrics give in the block, by the ids of the tensors."""
@@ -349,7 +342,7 @@ def _recorded(metrics: list[keras.metrics.Metric]) -> Iterator[Results]:
     def recording(metric: keras.metrics.Metric) -> Callable[[], Any]:
         def result() -> Any:
             value = type(metric).result(metric)
-            parts = value.items() if isinstance(value, dict) else [("", value)]
+            parts = flat(value).items() if isinstance(value, dict) else [("", value)]
             # The tensor is kept, or another one could get its id.
             results.update({id(tensor): (tensor, metric, name) for name, tensor in parts})
             return value
