@@ -19,10 +19,12 @@ from tests.replica.test_epochs import BATCH, config_of, drive
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import ClusterConfig, RunConfig
+from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.model import support
 from tf2dist.model.features import ELEMENTWISE
 from tf2dist.model.shards import all_parts, joined, parts_of
+from tf2dist.model.source import RegisteredSource
 from tf2dist.process import placement
 from tf2dist.tf_internals import fresh_names
 from tf2dist.training.hooks import CallbackEffects
@@ -85,6 +87,25 @@ def test_large_variables_are_cut(async_loop: MakeLoop, capfd: pytest.CaptureFixt
     with pytest.raises(ConfigError, match=r"optimizer \(Adam\): with cluster.placement=partitioned sequential"):
         async_loop(config)
     assert not any(len(parts_of(variable)) > 1 for variable in async_loop(placed("partitioned"), 1, 1).model.variables)
+
+
+class Clearing(RegisteredSource):
+    """Its builder begins as programs do that build many models."""
+
+    def build(self, splits: Splits) -> keras.Model:
+        keras.utils.clear_session()
+        return super().build(splits)
+
+
+@pytest.mark.parametrize("kind", ["round_robin", "partitioned"])
+def test_a_builder_may_clear_the_session(kind: str, async_loop: MakeLoop) -> None:
+    def places(loop: Any) -> list[tuple[int | None, list[int]]]:
+        return [(ps_of(part), part.shape.as_list()) for part in all_parts(loop.model.variables)]
+
+    expected = places(async_loop(placed(kind)))
+    loop = async_loop(placed(kind), source=Clearing(placed(kind)))
+    assert places(loop) == expected
+    loop.train(5)
 
 
 class OwnRows(keras.initializers.RandomUniform):

@@ -2,6 +2,7 @@
 
 A tape records what is computed from variables, a `tf.function` keeps what its first call has found, and a custom
 gradient gives gradients to its arguments and to variables. None of the three knows the values of a scope by itself.
+In the scope of a strategy, `reset_default_graph` acts otherwise.
 """
 
 import functools
@@ -19,7 +20,7 @@ from tf2dist.tf_internals import body_of, replace_custom_gradients
 
 
 def prepare_process() -> None:
-    """Makes tapes, functions and custom gradients of this process know the values in a scope."""
+    """Makes tapes, functions and custom gradients of this process know the scopes that they are in."""
     with process_wide:
         _prepare_once()
 
@@ -28,6 +29,7 @@ def prepare_process() -> None:
 def _prepare_once() -> None:
     _prepare_tapes()
     _prepare_functions()
+    _prepare_resets()
     replace_custom_gradients(_custom_gradient)
 
 
@@ -84,6 +86,19 @@ def _prepare_functions() -> None:
         return _with_tensors(body_of(function)(*given, *_with_tensors(args[len(given) :]), **_with_tensors(options)))
 
     kind.__call__ = inlined
+
+
+def _prepare_resets() -> None:
+    reset = tf.compat.v1.reset_default_graph
+
+    @functools.wraps(reset)
+    def reset_outside_strategies() -> None:
+        # The scope of a strategy stands on the default graph, which is empty in eager execution. A builder may call
+        # `keras.utils.clear_session`, which resets it.
+        if not tf.distribute.has_strategy():
+            reset()
+
+    tf.compat.v1.reset_default_graph = reset_outside_strategies
 
 
 def _of_spec(spec: tf.TypeSpec, value: Any) -> Any:

@@ -19,6 +19,7 @@ from tf2dist.errors import ConfigError, naming
 from tf2dist.model import model_checks, own_step, support
 from tf2dist.model.builtin import build_model, build_optimizer
 from tf2dist.model.compiled_step import CompiledStep, has_own_loss
+from tf2dist.model.interception import prepare_process
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, has_trained, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.shards import all_parts
@@ -98,6 +99,7 @@ def build_step(
     source: Source, splits: Splits, config: RunConfig, scope: AbstractContextManager[Any]
 ) -> tuple[Step, MakeOptimizer]:
     """Builds the model within `scope`, which places its variables, and checks what the trace of a step shows."""
+    prepare_process()
     with scope:
         model = built_model(source, splits, config.seed)
         if has_own_step(model):
