@@ -157,6 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "fast"}, "mode (fast): must be 'async', 'sync' or 'sync_replicas'"),
     "batch_size": ({"batch_size": 0}, "batch_size (0): must be a whole number"),
     "few examples": ({"x": X[:2], "y": Y[:2]}, "x: has 2 examples to train on, for 3 workers; use fewer workers"),
+    "one example": ({"x": X[:1], "y": Y[:1]}, "x: has 1 example to train on, for 3 workers; use fewer workers"),
     "epochs": ({"epochs": 2.0}, "epochs (2.0): must be a whole number"),
     "no epochs": ({"epochs": None}, "epochs (None): must be a whole number"),
     "initial_epoch": ({"initial_epoch": 1}, "initial_epoch (1): must be a whole number from 0 to 0"),

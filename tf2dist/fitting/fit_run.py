@@ -44,7 +44,7 @@ from tf2dist.fitting.request import (
     set_model_options,
 )
 from tf2dist.fitting.session import FitSession
-from tf2dist.launch.console import Console, result_lines
+from tf2dist.launch.console import Console, number_of, result_lines
 from tf2dist.launch.single_run import check_place, check_size, run_in_folder
 from tf2dist.linux import process_wide
 from tf2dist.messages import metrics_text
@@ -170,7 +170,8 @@ class FitRun:
             self.console.note(step_line(self.config.mode, batches, batch_size))
             # Without streams only: how many examples those have is not known here.
             if not self.splits.stream and (num := len(self.splits.train)) < num_workers:
-                raise FitError(f"x: has {num} examples to train on, for {num_workers} workers; use fewer workers")
+                has = number_of(num, "example")
+                raise FitError(f"x: has {has} to train on, for {num_workers} workers; use fewer workers")
             if self.place.task.job == "evaluator" and not self.splits.evaluated:
                 raise FitError(
                     f"validation_data: must be given for {self.place.task}, which evaluates it; or start no evaluator"

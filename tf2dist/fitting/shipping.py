@@ -18,6 +18,7 @@ import contextlib
 import dis
 import json
 import os
+import re
 import stat
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -46,6 +47,8 @@ from tf2dist.tf_internals import fresh_names, groups_of, inner_optimizers, seeds
 
 JOB, MODEL, TABLES, BUILD, CUSTOM = "job.json", "model", "tables", "build.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"
+# An argument that Keras gives every layer, loss or metric that it loads.
+NO_OPTIONS = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(?:name|trainable|dtype|reduction)'")
 NO_LAMBDA = "give a function with a name in its place, or a function that builds the model"
 is_task = False  # whether this process is a task that has read a job
 
@@ -145,10 +148,7 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
     except Exception as error:
         if found := [found for found in lambdas if not found.is_loadable]:
             raise _unloadable(found[0]) from None
-        raise FitError(
-            f"Keras has saved it but cannot load it again ({reason_of(error)}); give its "
-            "classes a get_config, or give a function that builds it instead"
-        ) from None
+        raise _not_loaded(error) from None
     if len(copy.weights) != len(model.weights):
         raise FitError(
             f"Keras makes only {len(copy.weights)} of its {len(model.weights)} weights when it "
@@ -159,6 +159,19 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
             f"Keras does not load {model.weights[place].path} as it has saved it; give a function that builds the model"
         )
     return copy
+
+
+def _not_loaded(error: BaseException) -> FitError:
+    # Keras tells each object in which the one is that fails, and puts the text of its error behind.
+    while (inner := error.__context__) and str(inner) and str(inner) in str(error):
+        error = inner
+    way = "give its classes a get_config"
+    if found := NO_OPTIONS.search(str(error)):
+        way = f"let the __init__ of {found[1]} take **kwargs and pass them to super().__init__"
+    return FitError(
+        f"Keras has saved it but cannot load it again ({reason_of(error)}); {way}, or give a function that builds it "
+        "instead"
+    )
 
 
 def _first_other(variables: list[keras.Variable], loaded: list[keras.Variable]) -> int | None:
@@ -228,8 +241,9 @@ def _check_copied_optimizer(name: str, optimizer: keras.Optimizer, copied: keras
     """
     if copied is None or type(optimizer) is not type(copied):
         raise FitError(
-            f"its {name} is {kind_of(optimizer)}, and {kind_of(copied)} when Keras loads the model; compile it under "
-            "the dtype policy that is set now and without auto_scale_loss=False, or give a function that builds it"
+            f"its {name} is {kind_of(optimizer)}, and under the dtype policy that is set now "
+            f"({keras.config.dtype_policy().name}) Keras gives {kind_of(copied)} when it loads the model; set the policy "
+            "under which it was compiled, compile it without auto_scale_loss=False, or give a function that builds it"
         )
     if not has_trained(optimizer):
         return
