@@ -120,6 +120,26 @@ def test_one_worker_equals_keras(
     assert_equals_keras(loop, make)
 
 
+def clipped_small_table() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    ids, item = keras.Input((3,), name="ids", dtype="int32"), keras.Input((), name="item", dtype="int32")
+    rows = layers.Flatten()(layers.Embedding(20, 4)(keras.ops.mod(ids, 20)))
+    model = keras.Model({"ids": ids, "item": item}, layers.Dense(1)(rows))
+    model.compile(keras.optimizers.SGD(0.5, global_clipnorm=0.05), "mse", metrics=["mae"])
+    return model
+
+
+def test_the_norm_of_all_gradients_takes_the_sum_for_a_row(
+    async_loop: Callable[..., Any], publishing: Callable[..., None]
+) -> None:
+    """Also of a table that travels as a whole."""
+    publishing(SPLITS)
+    loop = async_loop(config_of(), 1, 2, source=InMemorySource(clipped_small_table, SPLITS))
+    assert not loop.step.tables
+    loop.train(STEPS)
+    assert_equals_keras(loop, clipped_small_table)
+
+
 @pytest.mark.parametrize(
     ("name", "num_ps"),
     [

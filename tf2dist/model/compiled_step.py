@@ -268,9 +268,8 @@ class CompiledStep(Step):
         with scope:  # what `keras.remat` computes a second time needs the same values
             # Zeros for a variable that the loss does not reach: each gradient has its place in the vector that is sent.
             gradients = tape.gradient(loss, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        # Those of a row that is looked up several times are added up.
-        pairs = zip(self.trainable, gradients, strict=True)
-        gradients = [tf.convert_to_tensor(g) if is_table(v) else g for v, g in pairs]
+        # Those of a row that is looked up several times are added up, since the norm of all is that of the sums.
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self.loss_scale is None or isinstance(self.loss_scale, keras.Variable):
             return gradients
         return [gradient / self.loss_scale for gradient in gradients]

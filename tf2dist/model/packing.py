@@ -103,9 +103,8 @@ class Buckets:
     def pack(self, tensors: list[tf.Tensor], *vectors: tf.Tensor) -> list[tf.Tensor]:
         """The buckets; `vectors`: those that follow in the first one."""
         pairs = list(zip(tensors, self._is_large, strict=True))
-        # The gradient of a look-up in a table may come as those rows alone that are not 0, and that of a function
-        # outside of TensorFlow without a shape.
-        large = [tf.convert_to_tensor(tensor) for tensor, is_large in pairs if is_large]
+        large = [tensor for tensor, is_large in pairs if is_large]
+        # The gradient of a function outside of TensorFlow may come without a shape.
         specs = zip(large, self.specs[1:], strict=True)
         travelling = [tf.cast(tf.ensure_shape(tensor, spec.shape), spec.dtype) for tensor, spec in specs]
         return [self._packing.pack([tensor for tensor, is_large in pairs if not is_large], *vectors), *travelling]

@@ -90,11 +90,7 @@ def split(variables: list[keras.Variable], tensors: list[tf.Tensor]) -> Values:
     values: Values = {}
     for variable, tensor in zip(variables, tensors, strict=True):
         parts = parts_of(variable)
-        pieces = [tensor]
-        if len(parts) > 1:
-            whole = tf.convert_to_tensor(tensor)  # the gradient of a table may come as some of its rows
-            pieces = [whole[rows] for rows in variable.value.rows]
-        values |= by_id(parts, pieces)
+        values |= by_id(parts, [tensor[rows] for rows in variable.value.rows] if len(parts) > 1 else [tensor])
     return values
 
 

@@ -101,7 +101,7 @@ class Routing:
         for variable, tensor in zip(variables, tensors, strict=True):
             if places := self._places.get(id(variable)):
                 sizes = tf.stack([requests[ps][0][number] for ps, number in places])
-                pieces = tf.split(tf.convert_to_tensor(tensor), sizes, num=len(places))
+                pieces = tf.split(tensor, sizes, num=len(places))
                 values |= by_id(parts_of(variable), pieces)
             else:
                 values |= split([variable], [tensor])
