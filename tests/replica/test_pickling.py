@@ -253,8 +253,8 @@ LOST: list[tuple[str, Callable[[], keras.Model]]] = [
     ("does not save which layers of it are not to be trained", lambda: inner(trainable=False)),
     ("does not load .*/lora_kernel_a as it has saved it", with_lora),
     (
-        r"its optimizer is a LossScaleOptimizer, and under the dtype policy that is set now \(float32\) Keras gives an? "
-        "SGD when it loads the model; set the policy",
+        r"its optimizer is a LossScaleOptimizer, and under the dtype policy that is set now \(float32\) Keras gives "
+        "an? SGD when it loads the model; set the policy",
         under_another_policy,
     ),
     (

@@ -240,10 +240,11 @@ def _check_copied_optimizer(name: str, optimizer: keras.Optimizer, copied: keras
         name: of the model's attribute.
     """
     if copied is None or type(optimizer) is not type(copied):
+        found, policy = kind_of(copied) if copied else "none", keras.config.dtype_policy().name
         raise FitError(
-            f"its {name} is {kind_of(optimizer)}, and under the dtype policy that is set now "
-            f"({keras.config.dtype_policy().name}) Keras gives {kind_of(copied)} when it loads the model; set the policy "
-            "under which it was compiled, compile it without auto_scale_loss=False, or give a function that builds it"
+            f"its {name} is {kind_of(optimizer)}, and under the dtype policy that is set now ({policy}) Keras gives "
+            f"{found} when it loads the model; set the policy under which it was compiled, compile it without "
+            "auto_scale_loss=False, or give a function that builds it"
         )
     if not has_trained(optimizer):
         return
