@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tf2dist
-from tests.replica import own_steps  # noqa: F401  registers models
+from tests.replica import own_steps  # also registers models
 from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weights_of
 from tests.replica.small_runs import run_config, source_and_splits
 from tests.replica.test_epochs import BATCH, EPOCHS, assert_same, config_of, drive, keras_fit
@@ -361,13 +361,6 @@ def test_numbers_that_a_step_returns_are_averaged_over_the_steps() -> None:
     assert set(results) == {"error", "examples", "inner"}
 
 
-class Sums(keras.metrics.Mean):  # type: ignore[misc]
-    """Its results are its variables, by name."""
-
-    def result(self) -> Any:
-        return {"weight": self.count, "nested": {"sum": self.total}}
-
-
 def all_results(self: Linear, data: Any) -> Any:
     x, y = data
     for metric in self.metrics:
@@ -378,7 +371,7 @@ def all_results(self: Linear, data: Any) -> Any:
 def test_results_of_compiled_metrics_and_of_dicts_are_those_of_keras_in_its_order() -> None:
     def make() -> keras.Model:
         model = linear(test_step=all_results)
-        model.sums = Sums(name="sums")
+        model.sums = own_steps.Sums(name="sums")
         model.compile(keras.optimizers.SGD(0.1), metrics=["mae"])
         return model
 
