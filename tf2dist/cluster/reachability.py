@@ -26,7 +26,7 @@ class Wait:
     Args:
         notify: takes a line for the user.
         first_line_secs: the time until the first line; by default that between lines.
-        every_secs: the time between lines.
+        every_secs: the time between lines; by default LINE_EVERY_SECS.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Wait:
         timeout_secs: float,
         notify: Callable[[str], None],
         first_line_secs: float | None = None,
-        every_secs: float = LINE_EVERY_SECS,
+        every_secs: float | None = None,
     ) -> None:
         # The monotonic clock: the time of day may jump when a host that has just started sets its clock.
         self._start = time.monotonic()
-        self._notify, self._every_secs = notify, every_secs
-        self._next_line_at = self._start + (every_secs if first_line_secs is None else first_line_secs)
+        self._notify, self._every_secs = notify, LINE_EVERY_SECS if every_secs is None else every_secs
+        self._next_line_at = self._start + (self._every_secs if first_line_secs is None else first_line_secs)
         self.deadline = self._start + timeout_secs
 
     @property
