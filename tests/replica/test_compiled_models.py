@@ -326,10 +326,59 @@ def with_own_layer(axis: int) -> keras.Model:
     return compiled(keras.Sequential([keras.Input((28, 28, 1)), *inside]), CROSSENTROPY(from_logits=True))
 
 
-@pytest.mark.parametrize("make", [with_operation, with_own_layer])
+def softmax_over(axis: int, x: Any) -> Any:
+    return keras.ops.softmax(x, axis)
+
+
+def with_layer(make: Callable[[int], keras.Layer], axis: int) -> keras.Model:
+    inside = [layers.Flatten(), layers.Dense(10), make(axis), layers.Dense(10)]
+    return compiled(keras.Sequential([keras.Input((28, 28, 1)), *inside]), CROSSENTROPY(from_logits=True))
+
+
+def with_layer_of_keras(make: Callable[[int], keras.Layer]) -> Callable[[int], keras.Model]:
+    return functools.partial(with_layer, make)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_operation,
+        with_own_layer,
+        with_layer_of_keras(layers.Softmax),
+        with_layer_of_keras(lambda axis: layers.Softmax(axis - 2)),
+        with_layer_of_keras(lambda axis: layers.LayerNormalization(axis, center=False, scale=False)),
+        with_layer_of_keras(layers.UnitNormalization),
+        with_layer_of_keras(lambda axis: layers.Dense(10, functools.partial(softmax_over, axis))),
+    ],
+)
 def test_a_model_that_mixes_examples_is_evaluated_in_the_batches_of_keras(make: Callable[[int], keras.Model]) -> None:
     sizes = [chunk_size(32, built(functools.partial(make, axis))[0], digits(), EpochPlan()) for axis in (0, 1)]
     assert sizes[0] == 32 < sizes[1]
+
+
+class OwnAttributes(keras.Model):  # type: ignore[misc]
+    """Has other things under two names of attributes of Keras's functional models."""
+
+    def __init__(self, axis: int, inputs: Any, operations: Any) -> None:
+        super().__init__()
+        self.inputs, self.operations = inputs, operations
+        self.inside = [layers.Rescaling(1.0), Layer(axis), layers.Flatten(), layers.Dense(10)]
+
+    def call(self, x: Any) -> Any:
+        for layer in self.inside:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("inputs", "operations"), [(["age", "income"], None), (Layer(1), ["sum"])])
+def test_a_model_may_have_attributes_of_its_own(inputs: Any, operations: Any) -> None:
+    def size(axis: int, plan: EpochPlan | None) -> int:
+        source = InMemorySource(lambda: compiled(OwnAttributes(axis, inputs, operations), CROSSENTROPY()), digits())
+        step, _ = build_step(source, digits(), run_config(), contextlib.nullcontext())
+        return chunk_size(32, step, digits(), plan)
+
+    assert size(0, EpochPlan()) == 32 < size(1, EpochPlan())
+    assert size(0, None) > 32
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -90,11 +90,12 @@ def metrics_apart(step: CompiledStep, splits: Splits) -> list[str]:
 
 def mixes_examples(step: Step, splits: Splits) -> bool:
     """Whether what an example adds to the metrics in an evaluation may depend on the other ones of its batch."""
-    # The layers of Keras do not mix them there, so a model of them alone needs no trial, which takes time.
+    # A model that certainly does not mix them needs no trial, which takes time.
     layers = layers_of(step.model)
-    # A functional model also has operations that are no layers, such as a mean over the examples.
-    operations = [operation for layer in layers for operation in getattr(layer, "operations", ())]
-    if all(map(_is_layer_of_keras, [*layers, *operations])):
+    # A functional model also has operations that are no layers, such as a mean over the examples. In a class of the
+    # user's the attribute may be anything, so it is read only after all layers have turned out to be Keras's.
+    operations = (operation for layer in layers for operation in getattr(layer, "operations", ()))
+    if all(map(_keeps_examples_apart, layers)) and all(map(_keeps_examples_apart, operations)):
         return False
 
     def sums(leaves: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -109,9 +110,16 @@ def mixes_examples(step: Step, splits: Splits) -> bool:
     return not np.allclose(whole, first + second, rtol=ROUNDING, atol=ROUNDING)
 
 
-def _is_layer_of_keras(operation: keras.Operation) -> bool:
-    is_of_keras = isinstance(operation, keras.Layer) and type(operation).__module__.startswith("keras.")
-    return is_of_keras and not isinstance(operation, keras.layers.Lambda)
+def _keeps_examples_apart(operation: keras.Operation) -> bool:
+    """Whether it is certain that an operation mixes no examples in an evaluation, as of most layers of Keras."""
+    if not isinstance(operation, keras.Layer) or isinstance(operation, keras.layers.Lambda):
+        return False
+    kind = type(operation)
+    codes = [kind, *(getattr(operation, name, kind) for name in ("activation", "recurrent_activation"))]
+    if not all(str(getattr(code, "__module__", "")).startswith("keras.") for code in codes):
+        return False
+    # The axis of the examples is 0, or a negative number that depends on the rank of the input.
+    return all(axis == -1 or axis > 0 for axis in keras.tree.flatten(getattr(operation, "axis", ())))
 
 
 def _dependence(first: np.ndarray, second: np.ndarray, whole: np.ndarray, repeated: np.ndarray) -> Dependence:

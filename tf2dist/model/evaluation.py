@@ -12,6 +12,7 @@ from tf2dist.model.batch_dependence import mixes_examples
 from tf2dist.model.metrics import Metrics, Results, scalars_of
 from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import Step
+from tf2dist.tf_internals import inputs_of
 
 MAX_CHUNK = 1000  # examples for each forward pass
 MAX_CHUNK_BYTES = 4 << 20  # of their arrays as float32; the activations of a model take some ten times as much
@@ -72,7 +73,7 @@ def chunk_size(
     if plan and (plan.validation_batch_size or plan.validation_steps or step.depends_on_batches):
         return plan.validation_batch_size or batch_size
     # A model whose input has a fixed batch size may compute with that number, as in reshape(x, (8, -1)).
-    if any(tensor.shape[0] for tensor in getattr(step.model, "inputs", None) or ()):
+    if any(tensor.shape[0] for tensor in inputs_of(step.model)):
         return batch_size
     if plan and splits.validation and len(splits.validation) > batch_size and mixes_examples(step, splits):
         return batch_size

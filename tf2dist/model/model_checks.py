@@ -17,7 +17,7 @@ from tf2dist.model.batch_dependence import Dependence, StateChange, loss_depende
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import Step, is_own
-from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of
+from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, inputs_of, layers_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 # Methods of a model by which only Keras trains and validates, each with where its work belongs.
@@ -66,8 +66,8 @@ def check_model(model: Any) -> None:
 
 def check_inputs(model: keras.Model, layout: Layout) -> None:
     """Refuses a model that takes more or fewer inputs than the data has, or a single one of another shape."""
-    inputs = getattr(model, "inputs", None)
-    if inputs is None:  # a subclass of keras.Model declares no inputs; its first call shows what fits
+    inputs = inputs_of(model)
+    if not inputs:  # a subclass of keras.Model declares no inputs; its first call shows what fits
         return
     data_inputs = leaves_of(layout.symbolic()[0])
     if len(inputs) != len(data_inputs):

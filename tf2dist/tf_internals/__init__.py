@@ -22,6 +22,7 @@ from tf2dist.tf_internals.keras import (
     fresh_names,
     groups_of,
     inner_optimizers,
+    inputs_of,
     layers_of,
     learning_rate_of,
     leave_losses_unscaled,

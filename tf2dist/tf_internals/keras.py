@@ -291,6 +291,13 @@ def layers_of(model: keras.Layer) -> list[keras.Layer]:
     return layers
 
 
+def inputs_of(model: keras.Model) -> list[keras.KerasTensor]:
+    """The inputs that a functional model declares; none for a subclass of keras.Model."""
+    # In a class of the user's the attribute may be anything.
+    declared = keras.tree.flatten(getattr(model, "inputs", ()))
+    return [tensor for tensor in declared if isinstance(tensor, keras.KerasTensor)]
+
+
 def table_of(layer: keras.Layer) -> keras.Variable | None:
     """The variable in which an Embedding looks rows up, and does nothing else with it; None for other layers."""
     # A subclass may do more in its call, or have other rows than those of its variable. One that is quantized, or

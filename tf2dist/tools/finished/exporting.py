@@ -45,12 +45,14 @@ def export(line: CommandLine) -> Path:
     check_free(out)
 
     show_status(f"export: loading the model of {line.run_dir}")
-    from tf2dist.tools.finished.opening import model_of  # imports TensorFlow
+    # These import TensorFlow.
+    from tf2dist.tf_internals import inputs_of
+    from tf2dist.tools.finished.opening import model_of
 
     model = model_of(line)
     try:
         # Keras exports only models to ONNX that have been called.
-        if inputs := getattr(model, "inputs", None):
+        if inputs := inputs_of(model):
             model(inputs if len(inputs) > 1 else inputs[0])
         # In a folder beside OUT, so on the same file system, where moving is one atomic step.
         with signals.temporary_folder(out.parent, ".part-export-") as folder:

@@ -14,6 +14,7 @@ from tf2dist.data.arrays import Arrays, as_keras_takes
 from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
 from tf2dist.files import path_of, raising
 from tf2dist.launch.console import show_lines
+from tf2dist.tf_internals import inputs_of
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
 from tf2dist.tools.finished.shell import CommandLine
 
@@ -199,7 +200,7 @@ def read(path: Path, model: keras.Model) -> tuple[np.ndarray, list[str]]:
 
 def shape_of(model: keras.Model) -> tuple[int | None, ...]:
     """The shape of one example; None for a dimension of any size."""
-    inputs = getattr(model, "inputs", None) or []
+    inputs = inputs_of(model)
     if len(inputs) != 1:
         raise DataError(f"FILE: this model has {len(inputs)} inputs, but a file gives one; leave the files out")
     return tuple(inputs[0].shape[1:])
