@@ -12,12 +12,14 @@ import keras
 import numpy as np
 import pytest
 
+from tests.replica.in_memory_source import InMemorySource
 from tests.replica.small_runs import run_config, source_and_splits, sync_loop
 from tf2dist import data, registry
 from tf2dist.checkpoint.snapshot import Weights
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.loading import load_digits
 from tf2dist.errors import ConfigError, DataError
+from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 from tf2dist.training.synchronous import sync_setup
 from tf2dist.training.synchronous.workers import PIECE_BYTES, Workers
@@ -119,6 +121,35 @@ def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorke
     for other in others:
         for expected, found in zip(first, other, strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+class MixingOn(layers.Layer):  # type: ignore[misc]
+    """Computes with the mean over the examples of a batch, or with that over the columns."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.over = 0 if mixes else 1
+
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, self.over, keepdims=True)
+
+
+def validate(worker: SyncWorker, mixing: int) -> tuple[int, int]:
+    def make() -> keras.Model:
+        model = keras.Sequential([keras.Input([4]), MixingOn(worker.index == mixing), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    x = np.random.default_rng(0).random([300, 4], np.float32)
+    examples = data.Arrays(x, x[:, 0])
+    source = InMemorySource(make, data.Splits(examples, examples, num_classes=None), EpochPlan())
+    loop = sync_loop(worker, run_config(), source)
+    return loop._evaluated_at_once, loop.evaluate("validation").num_examples
+
+
+def test_all_workers_evaluate_as_many_examples_at_once(sync_workers: SyncWorkers) -> None:
+    """Only one of them finds that the model mixes the examples of a batch."""
+    assert sync_workers(validate, 2, (0,)) == [(50, 300)] * 2
 
 
 def all_sorts() -> dict[str, np.ndarray]:
