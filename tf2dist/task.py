@@ -69,7 +69,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         if payload["job"]:
             job = Path(payload["job"])
             source = ShippedSource(job)
-            hooks = LauncherHooks(to_launcher, mail, job, source.calls_with_weights)
+            hooks = LauncherHooks(to_launcher, mail, job, source.calls_with_weights, source.reads_progress)
         predicts = isinstance(source, ShippedSource) and not source.plan
         started_at, run = payload["started_at"], predict_ranges if predicts else run_task
         run(TaskContext(run_config, cluster, task, source, run_dir, to_launcher, started_at, hooks))

@@ -42,6 +42,7 @@ class RecordingHooks(Hooks):
     answers: dict[tuple[str, int], CallbackEffects] = field(default_factory=dict)
     calls: list[tuple[str, int, int, dict[str, float]]] = field(default_factory=list)
     arrays: NamedArrays = field(default_factory=dict)
+    reads_progress: bool = False
 
     def post(
         self,

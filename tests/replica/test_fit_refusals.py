@@ -378,8 +378,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
     results: list[Any] = []
 
     def run(host: Any) -> Any:
-        results[:] = [host.config, shipping.ShippedSource(host.session.job)]
-        results.append(results[1].load())
+        results[:] = [host.config, job := shipping.ShippedSource(host.session.job), job.load()]
         return {}
 
     monkeypatch.setattr(single_run, "run_host", run)
@@ -387,7 +386,7 @@ def given_to_the_run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple
     tf2dist.fit(**{"model": model, "x": X, "y": Y, "batch_size": 4, "verbose": 0, **arguments})
     monkeypatch.setattr(shipping, "is_task", False)
     config, job, splits = results
-    return config, {"plan": job.plan, "splits": splits, "name": job.name}
+    return config, {**vars(job), "splits": splits}
 
 
 HALF = {"validation_split": 0.5}
@@ -416,6 +415,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Callable[[Any, dict[str, Any]], bool
     "validation_freq list": ({"validation_freq": [3, 1]}, lambda _, job: job["plan"].validation_freq == (1, 3)),
     "sample_weight": ({"sample_weight": Y * 2}, lambda _, job: job["splits"].train.sample_weight[1] == Y[1] * 2),
     "class_weight": ({"class_weight": {3: 9.0}}, lambda _, job: job["splits"].train.sample_weight[0] == 9),
+    "callbacks": ({"callbacks": [calls.TensorBoard("b")]}, lambda _, job: job["reads_progress"]),
     "mode": ({"mode": "sync"}, lambda config, _: config.mode == "sync"),
     "cluster": (
         {"cluster": tf2dist.Local(workers=2, ps=4)},

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tf2dist.fitting.readers import HOOKS, calls_with_weights, reaches_no_model
+from tf2dist.fitting.readers import HOOKS, calls_with_weights, reaches_no_model, reads_progress
 
 MODEL = keras.Sequential()  # not built, since a file of tests may run no operation
 RATE, HELPERS, HOLDER = 0.9, [1.0], {"model": MODEL}
@@ -173,3 +173,12 @@ def cases(folder: Path) -> list[tuple[keras.callbacks.Callback, set[str]]]:
 def test_the_calls_in_which_a_callback_needs_the_weights(number: int, tmp_path: Path) -> None:
     callback, expected = cases(tmp_path)[number]
     assert calls_with_weights([callback]) == expected, type(callback)
+
+
+def test_callbacks_that_read_the_metrics_of_the_progress(tmp_path: Path) -> None:
+    """Keras's own TensorBoard and functions that reach no model; hooks that need a pause get the metrics with it."""
+    kinds = keras.callbacks
+    prints = kinds.LambdaCallback(on_train_batch_end=lambda batch, logs: print(logs))
+    saves = kinds.ModelCheckpoint(str(tmp_path / "a.keras"), save_freq=3)
+    found = [reads_progress(given) for given in ([], [kinds.EarlyStopping("loss")], [prints], [saves], [prints, saves])]
+    assert found == [False, False, True, False, False]

@@ -35,7 +35,7 @@ from tf2dist.fitting import mirror, refusals, shipping
 from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.mirror import Mirror, RatesAndSeeds
-from tf2dist.fitting.readers import calls_with_weights
+from tf2dist.fitting.readers import calls_with_weights, reads_progress
 from tf2dist.fitting.request import (
     FitArguments,
     Model,
@@ -202,7 +202,8 @@ class FitRun:
         if not has_own_step(model):
             copies_of(model.optimizer, model.trainable_variables, name)
         # A compiled model keeps the names that it was made with in this process; its copy has those of the tasks.
-        copy = shipping.ship(job, given, name, self.splits, self.plan, calls_with_weights=calls)
+        is_read = reads_progress(self.arguments.callbacks)
+        copy = shipping.ship(job, given, name, self.splits, self.plan, calls_with_weights=calls, reads_progress=is_read)
         if not self.place.leads:
             return self._follow(job)
         with in_place():

@@ -7,7 +7,7 @@ it likes.
 import dis
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import keras
@@ -37,6 +37,12 @@ ESCAPES = ("eval", "exec", "globals", "__import__")
 def calls_with_weights(callbacks: Iterable[keras.callbacks.Callback]) -> set[str]:
     """The kinds of calls in which one of the callbacks may see or change weights, or what optimizers keep for them."""
     return {call for callback in callbacks for call in _calls_with_weights(callback)}
+
+
+def reads_progress(callbacks: Collection[keras.callbacks.Callback]) -> bool:
+    """Whether hooks of batches get the metrics that come with the progress; a pause brings its own."""
+    has_hooks = any(has_hook(callback, BATCH_HOOKS) for callback in callbacks)
+    return has_hooks and "pause" not in calls_with_weights(callbacks)
 
 
 def has_hook(callback: keras.callbacks.Callback, names: Iterable[str]) -> bool:

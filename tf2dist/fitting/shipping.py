@@ -71,6 +71,7 @@ def ship(
     plan: EpochPlan | None,
     tables: Tables | None = None,
     calls_with_weights: Collection[str] = (),
+    reads_progress: bool = False,
 ) -> keras.Model | None:
     """Writes the files of one job; returns a copy of a model that is given, as the tasks make it.
 
@@ -80,6 +81,7 @@ def ship(
         plan: None for a prediction.
         tables: for a prediction, in the folder `TABLES` of this one.
         calls_with_weights: the kinds of calls of callbacks that need the weights; see `readers`.
+        reads_progress: whether their hooks of batches get the metrics that come with the progress.
     """
     copy = None
     with raising(
@@ -104,6 +106,7 @@ def ship(
             "validation_stream": _ship_stream(folder, splits.validation_stream),
             "model": sent,
             "calls_with_weights": sorted(calls_with_weights),
+            "reads_progress": reads_progress,
         }
         # Last of all, so a job that can be read is whole.
         write_whole(folder / JOB, json.dumps(stored))
@@ -330,6 +333,7 @@ class ShippedSource:
             plan["validation_freq"] = tuple(freq)
         self.plan: EpochPlan | None = EpochPlan(**plan) if plan else None
         self.calls_with_weights: list[str] = self._job["calls_with_weights"]
+        self.reads_progress: bool = self._job["reads_progress"]
 
     def load(self) -> Splits:
         """The data: arrays mapped from files, in memory that all tasks of this host share, or streams."""

@@ -323,7 +323,7 @@ class Epochs(Length):
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
         self._apply(CallbackEffects(learning_rates=self._state.learning_rates))
         self._note_end(self._call("begin", {}))
-        self._driver.reporter.begin_epoch(self._state.before)
+        self._driver.reporter.begin_epoch(self._state.before, self._hooks.reads_progress)
 
     def next_stop(self, step: int) -> int | None:
         """The end of the epoch, which takes several turns if a checkpoint or a callback interrupts it."""
@@ -364,7 +364,7 @@ class Epochs(Length):
         if loop.clear_metrics():
             self._driver.reporter.restart_metrics()
         state.before = loop.progress.metrics
-        self._driver.reporter.begin_epoch(state.before)
+        self._driver.reporter.begin_epoch(state.before, self._hooks.reads_progress)
         if loop.sharding.ends_with_data:
             loop.begin_epoch()
 

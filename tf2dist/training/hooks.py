@@ -54,7 +54,13 @@ class CallbackEffects:
 
 
 class Hooks:
-    """The way to the callbacks and back; this one is for a task that is not the leader, which has no callbacks."""
+    """The way to the callbacks and back; this one is for a task that is not the leader, which has no callbacks.
+
+    Attributes:
+        reads_progress: whether callbacks get the metrics that come with the progress, arrays among them.
+    """
+
+    reads_progress = False
 
     def wanted(self) -> bool:
         """Whether a callback wants the training to pause, to change something."""
@@ -95,13 +101,19 @@ class LauncherHooks(Hooks):
     Args:
         folder: of the job, which that process can read and write, too.
         with_weights: the kinds of calls in which callbacks may see or change the weights, or what optimizers keep.
+        reads_progress: see `Hooks`.
     """
 
     def __init__(
-        self, to_launcher: ToLauncher, inbox: Inbox, folder: Path, with_weights: Collection[str] = CALLS
+        self,
+        to_launcher: ToLauncher,
+        inbox: Inbox,
+        folder: Path,
+        with_weights: Collection[str] = CALLS,
+        reads_progress: bool = False,
     ) -> None:
         self._to_launcher, self._inbox, self._folder = to_launcher, inbox, folder
-        self._with_weights = with_weights
+        self._with_weights, self.reads_progress = with_weights, reads_progress
         # Numbers from a clock are beyond those that this task used before a restart, to which answers may still come.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._number = 0

@@ -48,9 +48,14 @@ class _Recent:
 class _OfEpoch(_Recent):
     """The metrics of the steps since an epoch of `fit` began, which Keras gives to the hooks of batches."""
 
+    def __init__(self, metrics: Metrics, before: np.ndarray, has_arrays: bool) -> None:
+        super().__init__(metrics, before)
+        self._has_arrays = has_arrays
+
     def read(self, progress: Progress) -> dict[str, Any]:
+        results = self._results(progress)
         # A step of a model's own may return no loss, but the display shows one.
-        return {"loss": progress.loss, **self._results(progress)}
+        return {"loss": progress.loss, **(results if self._has_arrays else scalars_of(results))}
 
 
 def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[str, Any]:
@@ -138,8 +143,13 @@ class NoReporter:
     def restart_metrics(self) -> None:
         """Tells the reporter that sums of metrics are counted from 0 again; see `Loop.clear_metrics`."""
 
-    def begin_epoch(self, before: np.ndarray) -> None:
-        """Tells the reporter that an epoch of `fit` begins, or goes on; `before`: the sums of metrics at its begin."""
+    def begin_epoch(self, before: np.ndarray, has_arrays: bool) -> None:
+        """Tells the reporter that an epoch of `fit` begins, or goes on.
+
+        Args:
+            before: the sums of metrics at its beginning.
+            has_arrays: whether the launcher gets metrics that are several numbers, which take long to send, too.
+        """
 
     def note(self, text: str) -> None:
         """Tells the user a line."""
@@ -228,9 +238,9 @@ class Reporter(NoReporter):
         # The display and the files are served at different times, so each has its own last reading.
         self._shown, self._filed = (_Recent(self._loop.metrics, self._loop.progress.metrics) for _ in range(2))
 
-    def begin_epoch(self, before: np.ndarray) -> None:
+    def begin_epoch(self, before: np.ndarray, has_arrays: bool) -> None:
         assert self._loop
-        self._shown = _OfEpoch(self._loop.metrics, before)
+        self._shown = _OfEpoch(self._loop.metrics, before, has_arrays)
 
     def set_target(self, step: int, ended_by: str = "") -> None:
         if ended_by:
