@@ -123,7 +123,7 @@ def test_all_workers_start_with_the_weights_of_the_first(sync_workers: SyncWorke
             np.testing.assert_array_equal(found, expected)
 
 
-class MixingOn(layers.Layer):  # type: ignore[misc]
+class MixingOn(keras.layers.Layer):  # type: ignore[misc]
     """Computes with the mean over the examples of a batch, or with that over the columns."""
 
     def __init__(self, mixes: bool) -> None:
