@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tf2dist
+from tests.replica.test_optimizers import OwnMomentum
 from tests.unit.test_saving import facts, no_more_open_files
 from tf2dist import evaluate, registry
 from tf2dist.checkpoint.snapshot import Snapshot
@@ -111,6 +112,23 @@ def test_a_model_whose_layers_have_no_names(tmp_path: Path, step: int | None) ->
     assert [layer.name for layer in loaded.layers] == [layer.name for layer in model.layers]
     assert int(loaded.optimizer.iterations) == 7
     assert_same(loaded, model)
+
+
+@keras.saving.register_keras_serializable("tests_finished")
+class AsInKeras(OwnMomentum):
+    def build(self, variables: list[keras.Variable]) -> None:
+        self.built = False  # each call makes all variables, as in the docstring of `keras.Optimizer`
+        super().build(variables)
+
+
+def test_an_optimizer_that_keras_has_built_is_not_built_again(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    model.compile(AsInKeras(0.1), "mse")
+    model.fit(EXAMPLES, np.ones((20, 3)), batch_size=5, verbose=0)
+    config = keras.saving.serialize_keras_object(model)
+    assert leave(tmp_path, model, lambda: keras.saving.deserialize_keras_object(config), step=4) == []
+    for step in (None, 4):
+        assert_same(tf2dist.load_model(tmp_path, step), model)
 
 
 @keras.saving.register_keras_serializable("tests_finished")

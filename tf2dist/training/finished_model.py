@@ -197,7 +197,9 @@ def _built_optimizer(
         variables: of the model, by their names in the run.
     """
     if not groups:
-        model.optimizer.build(model.trainable_variables)
+        # To build it again would give a LossScaleOptimizer its variables twice.
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
         return model.optimizer, [1] * len(counters_of(model.optimizer))
     optimizers = optimizers_of(model)
     if any(owner not in optimizers for owner, _ in groups):  # its class gives a loaded model none
@@ -205,7 +207,8 @@ def _built_optimizer(
     trained = [Group(optimizers[owner], [variables[name] for name in names]) for owner, names in groups]
     optimizer = own_step.optimizer_of(model.name, trained)
     # Keras builds `model.optimizer` for all variables when it loads a model.
-    optimizer.build(model.trainable_variables if optimizer is model.optimizer else own_step.trained_by(trained))
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables if optimizer is model.optimizer else own_step.trained_by(trained))
     return optimizer, own_step.updates_per_step(optimizer, trained)
 
 
