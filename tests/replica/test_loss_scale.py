@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf2dist
 from tests.replica.small_runs import run_config, sync_loop
+from tests.replica.test_finished import EXAMPLES, assert_same, leave
 from tests.replica.test_like_keras import STEPS, first_layers, plain_keras, weights_of
 from tests.replica.test_resume import assert_same_arrays, taken
 from tf2dist import registry
@@ -22,10 +24,11 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import shipping
-from tf2dist.fitting.mirror import Mirror
+from tf2dist.fitting.mirror import Mirror, build
 from tf2dist.model.builtin import build_optimizer
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers, WorkerError
+from tf2dist.training.finished_model import MODEL_FILE
 from tf2dist.training.report import LearningRates
 
 layers, optimizers = keras.layers, keras.optimizers
@@ -156,6 +159,38 @@ def test_a_scale_that_keras_adds_when_it_loads_a_model_is_refused(tmp_path: Path
             FitError, match=r"is an SGD, and .* gives a LossScaleOptimizer .* without auto_scale_loss=False"
         ):
             shipping.ship(tmp_path, model, "it", Splits(data, num_classes=None), EpochPlan())
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_model_that_keras_has_trained_is_taken() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input([6]), layers.Dense(3)])
+        model.compile(optimizers.Adam(0.5), "mse")
+        targets = np.ones((len(EXAMPLES), 3), np.float32)
+        model.fit(EXAMPLES, targets, batch_size=5, verbose=0)
+        build(model, "it", Arrays(EXAMPLES, targets).layout)
+        Mirror(model)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_finished_model_has_the_scale_and_the_optimizer_of_the_run(tmp_path: Path) -> None:
+    """Keras builds the optimizer of a compiled model that it loads, as it is loaded for the end of a run of `fit`."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input([6]), layers.Dense(3)])
+        model.compile(optimizers.Adam(0.5), "mse")
+        model.fit(EXAMPLES, np.ones((len(EXAMPLES), 3)), batch_size=5, verbose=0)
+        config = keras.saving.serialize_keras_object(model)
+        assert leave(tmp_path, model, lambda: keras.saving.deserialize_keras_object(config)) == []
+        for loaded in (
+            keras.saving.load_model(tmp_path / MODEL_FILE),
+            tf2dist.load_model(tmp_path),
+            tf2dist.load_model(tmp_path, 7),
+        ):
+            assert_same(loaded, model)
     finally:
         keras.config.set_dtype_policy("float32")
 

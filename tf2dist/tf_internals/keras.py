@@ -57,7 +57,8 @@ def velocities(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 
 def _variables(optimizer: keras.Optimizer, name: str) -> list[keras.Variable]:
-    variables: list[keras.Variable] = attribute(keras, optimizer, name, list)
+    # A LossScaleOptimizer that Keras has built as it trained has tuples.
+    variables: list[keras.Variable] = list(attribute(keras, optimizer, name, list | tuple))
     # A list of something else, such as of names, would pass the check of its type.
     if not all(isinstance(variable, keras.Variable) for variable in variables):
         raise missing_api(keras, f"{type(optimizer).__name__}.{name}")
