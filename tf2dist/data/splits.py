@@ -87,7 +87,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class OwnSplits(Splits):
-    """Data with what a data function of the user's cannot give: streams of `fit`, or facts of data that are made up."""
+    """Data with parts that a user's data function cannot return: the streams of `fit`, and facts about made-up data."""
 
     stream: Stream | None = None
     validation_stream: Stream | None = None

@@ -201,7 +201,7 @@ def _description(path: Path) -> tuple[list[str], list[NamedGroup], dict[str, Any
     try:
         with open_to_read(path) as file:
             content = json.load(file)
-        # Runs of before have no groups.
+        # Earlier versions wrote no groups.
         groups = [(str(owner), list(map(str, trained))) for owner, trained in content.get("updates", [])]
         return list(map(str, content["variables"])), groups, dict(content["model"])
     except FileNotFoundError:

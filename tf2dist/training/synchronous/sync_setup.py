@@ -12,7 +12,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -198,7 +198,8 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     all_reduce = workers.make_all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
 
     has_any_batches = bool(splits.stream) and gathers_one_length(workers, all_reduce)
-    step, new_optimizer, optimizer, graph_class, note = _trained(context, workers, plan, start, has_any_batches)
+    prepared = _prepare_model(context, workers, plan, start, has_any_batches)
+    step, optimizer = prepared.step, prepared.optimizer
 
     # The same values everywhere.
     synchronize = functools.partial(synchronize_initial_state, config, splits, optimizer, workers)
@@ -211,11 +212,12 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
 
     # The graph of the steps.
     feed: Feed = (
-        graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
+        prepared.graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
         if splits.stream
         else ArrayFeed(workers, splits.train, plan.sharding, origin.begin)
     )
-    graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, Stragglers(config))
+    stragglers = Stragglers(config)
+    graphs = prepared.graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
     graphs.restore(plan.start.arrays if plan.start else {})
     # A GPU has the memory for its part of a worker's batch; what depends on the batches needs whole ones, as in Keras.
     at_once = chunk_size(config.train.batch_size_per_worker, step, splits, source.plan, replica_size=batch_size)
@@ -224,10 +226,10 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     return SyncRun(
         plan=plan,
         step=step,
-        new_optimizer=new_optimizer,
+        new_optimizer=prepared.new_optimizer,
         earlier_updates=earlier,
         values=values,
-        note=note,
+        note=prepared.note,
         sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
         workers=workers,
         origin=origin,
@@ -238,14 +240,32 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     )
 
 
-def _trained(
+class PreparedModel(NamedTuple):
+    """The model of one worker, with its optimizer.
+
+    Attributes:
+        step: the step of the model.
+        new_optimizer: makes an optimizer like that of the run.
+        optimizer: one of them, built.
+        graph_class: the class of the steps.
+        note: for the user; may be empty.
+    """
+
+    step: Step
+    new_optimizer: Callable[[], keras.Optimizer]
+    optimizer: keras.Optimizer
+    graph_class: type[SyncStep]
+    note: str
+
+
+def _prepare_model(
     context: TaskContext,
     workers: Workers,
     plan: RunPlan,
     start: Snapshot | Weights | None,
     has_any_batches: bool,
-) -> tuple[Step, Callable[[], keras.Optimizer], keras.Optimizer, type[SyncStep], str]:
-    """The step of the model, what makes its optimizers, one of them, built, the class of the steps, and a note.
+) -> PreparedModel:
+    """Builds the model, its optimizer and the class of its steps.
 
     Every worker has its own, outside of the strategy, so that a Keras optimizer does all that it does in a single
     process.
@@ -266,7 +286,7 @@ def _trained(
     notes.append(choose_rows(context, step, optimizer, _why_no_rows(config, optimizer, graph_class, has_any_batches)))
     graph_class.check(source.name, config, workers, splits, step, optimizer)
     _take_loss_scale(step, optimizer)
-    return step, new_optimizer, optimizer, graph_class, "; ".join(filter(None, notes))
+    return PreparedModel(step, new_optimizer, optimizer, graph_class, "; ".join(filter(None, notes)))
 
 
 def _take_loss_scale(step: Step, optimizer: keras.Optimizer) -> None:
