@@ -236,6 +236,22 @@ class Stepping(keras.Model):  # type: ignore[misc]
         return {"loss": loss}
 
 
+class Discriminating(Stepping):
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(*data, self(data[0], training=True))
+        self.d_opt.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def with_optimizer_set_later(kind: type[keras.Model]) -> keras.Model:
+    inputs = keras.Input([3])
+    model = kind(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    model.d_opt = keras.optimizers.SGD()
+    return model
+
+
 X = np.ones((8, 3), np.float32)
 MEDIAN = pinball(0.5)
 TWO = "has several functions or classes of the name loss, by which Keras finds one alone"
@@ -267,9 +283,14 @@ LOST: list[tuple[str, Callable[[], keras.Model]]] = [
         lambda: sequential(Factor(2.0)),
     ),
     ("its optimizer has 10 variables, and 6 when Keras loads .*, which leaves out its state", frozen_later),
+    (
+        "its d_opt is an SGD, and Keras gives none when it loads the model; make it in the __init__ of the model",
+        lambda: with_optimizer_set_later(Discriminating),
+    ),
 ]
 KEPT: list[Callable[[], keras.Model]] = [
     with_unused_optimizer,
+    lambda: with_optimizer_set_later(Stepping),
     lambda: sequential(Scales(), Scales(), loss=MEDIAN, metrics=[MEDIAN, Above()]),
     lambda: sequential(keras.layers.Dense(3, kernel_constraint=AtMost()), loss=Focal()),
     inner,

@@ -33,13 +33,13 @@ import numpy as np
 from tf2dist.data.arrays import Arrays, Layout
 from tf2dist.data.splits import OwnSplits, Splits, streamed
 from tf2dist.data.stream import Stream
-from tf2dist.errors import FitError, TrainingError, kind_of, naming, reason_of
+from tf2dist.errors import ConfigError, FitError, TrainingError, kind_of, naming, reason_of
 from tf2dist.files import raising, write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.linux import without_warnings
 from tf2dist.model.copies import lost_in_copy
 from tf2dist.model.optimizer_checks import has_trained
-from tf2dist.model.own_step import has_own_step, optimizers_of
+from tf2dist.model.own_step import OwnStep, has_own_step, optimizers_of
 from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer, texts_in
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.tables_in_files import Tables
@@ -94,7 +94,7 @@ def ship(
                 with tables.in_use() if tables else contextlib.nullcontext():
                     copy, sent = _ship_model(folder, model, trains=bool(plan)), {"keras": MODEL}
                 if plan:
-                    _check_compiled(model, copy)
+                    _check_compiled(model, copy, splits.layout)
         else:
             sent = pickling.send_function(folder, model, BUILD, "model")
         stored = {
@@ -165,7 +165,7 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
 
 
 def _not_loaded(error: BaseException) -> FitError:
-    # Keras tells each object in which the one is that fails, and puts the text of its error behind.
+    # Keras wraps the error once for each enclosing object, and appends the inner text each time.
     while (inner := error.__context__) and str(inner) and str(inner) in str(error):
         error = inner
     way = "give its classes a get_config"
@@ -203,7 +203,7 @@ def _unloadable(found: Lambda) -> FitError:
     return FitError(f"{reason}; {NO_LAMBDA}")
 
 
-def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
+def _check_compiled(model: keras.Model, copy: keras.Model, layout: Layout) -> None:
     """Refuses a model that would be trained in another way when Keras has loaded it."""
     if not copy.compiled:
         raise FitError(
@@ -212,8 +212,9 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
         )
     copied = optimizers_of(copy)
     for name, optimizer in optimizers_of(model).items():
-        if name == "optimizer" or has_own_step(model):
-            _check_copied_optimizer(name, optimizer, copied.get(name))
+        loss = _lost_of_optimizer(name, optimizer, copied.get(name))
+        if loss and (name == "optimizer" or _is_applied(model, optimizer, layout)):
+            raise FitError(loss)
     if lost := lost_in_copy(model, copy):
         kind, key = lost[0].__name__, lost[1]
         way = f"give {kind} a get_config with {key} and an __init__ that takes it"
@@ -236,31 +237,46 @@ def _check_compiled(model: keras.Model, copy: keras.Model) -> None:
         )
 
 
-def _check_copied_optimizer(name: str, optimizer: keras.Optimizer, copied: keras.Optimizer | None) -> None:
-    """Refuses an optimizer that Keras has loaded as another one, or without its state.
+def _lost_of_optimizer(name: str, optimizer: keras.Optimizer, copied: keras.Optimizer | None) -> str:
+    """Why an optimizer is refused that Keras has loaded as another one, or without its state; otherwise empty.
 
     Args:
         name: of the model's attribute.
     """
     if copied is None or type(optimizer) is not type(copied):
         found, policy = kind_of(copied) if copied else "none", keras.config.dtype_policy().name
-        raise FitError(
+        if copied is None or keras.optimizers.LossScaleOptimizer not in (type(optimizer), type(copied)):
+            return (
+                f"its {name} is {kind_of(optimizer)}, and Keras gives {found} when it loads the model; make it in the "
+                "__init__ of the model, or give a function that builds the model"
+            )
+        return (
             f"its {name} is {kind_of(optimizer)}, and under the dtype policy that is set now ({policy}) Keras gives "
             f"{found} when it loads the model; set the policy under which it was compiled, compile it without "
             "auto_scale_loss=False, or give a function that builds it"
         )
     if not has_trained(optimizer):
-        return
+        return ""
     if len(optimizer.variables) != len(copied.variables):
-        raise FitError(
+        return (
             f"its {name} has {len(optimizer.variables)} variables, and {len(copied.variables)} when Keras loads the "
             "model, which leaves out its state; compile the model again, or give a function that builds it"
         )
     if (place := _first_other(optimizer.variables, copied.variables)) is not None:
-        raise FitError(
+        return (
             f"Keras does not load {optimizer.variables[place].path} of its {name} as it has saved it; give a "
             "function that builds the model"
         )
+    return ""
+
+
+def _is_applied(model: keras.Model, optimizer: keras.Optimizer, layout: Layout) -> bool:
+    """Whether a step of a model of its own applies an optimizer; also if that step cannot be traced."""
+    if not has_own_step(model):
+        return False
+    with contextlib.suppress(ConfigError):
+        return any(group.optimizer is optimizer for group in OwnStep(model, layout, model.name, None).groups)
+    return True
 
 
 def _trained_places(model: keras.Model) -> list[bool]:
