@@ -51,6 +51,7 @@ class ScriptedLauncher:
         self.tasks: dict[str, int] = {}
         self.stop = StopRequest()
         self.sent: list[tuple[str, Any]] = []  # to tasks
+        self.signalled: list[tuple[str, int]] = []
         self.reaps = True  # whether the end of a killed task is reported
 
     def start(self, task: str, restarts: int) -> None:
@@ -83,6 +84,7 @@ class ScriptedLauncher:
         return self._runs or task != self._silent or self.now < 101
 
     def signal(self, task: str, signum: int, alone: bool = False) -> None:
+        self.signalled.append((task, signum))
         if signum == signal.SIGKILL and self.reaps:
             self._script.append((self.now, ended(task, -signum)))
 
@@ -138,10 +140,10 @@ def start_with_echo(launcher: ScriptedLauncher, who: str, task: str, restarts: i
         write_echo(launcher.log_dir, task)
 
 
-def host_run(config: RunConfig, run_dir: Path, stop: StopRequest | None = None) -> HostRun:
-    """A run of a cluster of one task."""
+def host_run(config: RunConfig, run_dir: Path, stop: StopRequest | None = None, place: Place | None = None) -> HostRun:
+    """A run of a cluster of one task, unless `place` names another one."""
     cluster = Cluster(config.mode, {"worker": ("127.0.0.1:2222",)}, is_managed=True)
-    return HostRun(config, Place(cluster, cluster.leader), run_dir, Console(), 0.0, stop or StopRequest())
+    return HostRun(config, place or Place(cluster, cluster.leader), run_dir, Console(), 0.0, stop or StopRequest())
 
 
 def follow(
@@ -152,9 +154,10 @@ def follow(
     start: Callable[[str, int], None] | None = None,
     meeting: Any = None,
     may_leave: bool = False,
+    place: Place | None = None,
 ) -> dict[str, Any]:
     """Monitors the script to its end, by its own clock; returns the result."""
-    run = host_run(config, launcher.log_dir, launcher.stop)
+    run = host_run(config, launcher.log_dir, launcher.stop, place)
     monitor = Monitor(run, launcher, meeting, lambda: None, clock=launcher)  # type: ignore[arg-type]
     return monitor.run(Tasks(tasks, leader or tasks[0], start or launcher.start, may_leave))
 

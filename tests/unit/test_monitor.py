@@ -20,6 +20,7 @@ from tests.unit.scripted import (
     warnings_of,
     write_echo,
 )
+from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import TaskFailure, TaskLeft, TaskLostError
 from tf2dist.hosts.protocol import Back, Ended, Lost, MeetingEvent
@@ -198,14 +199,42 @@ def test_the_summary_tells_which_worker_was_there_when(tmp_path: Path, capsys: p
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["chief-0", "worker-1"])
+STOOD_STILL = "stood still for 31 s, longer than the others wait for it"
+ASYNC = Cluster("async", {"chief": ("a:1",), "evaluator": ("a:2",), "ps": ("a:3",), "worker": ("a:4", "a:5")})
+
+
+@pytest.mark.parametrize("task", ["chief-0", "worker-1", "evaluator-0"])
 def test_a_process_that_stood_still_blames_itself(tmp_path: Path, task: str) -> None:
     launcher = ScriptedLauncher(tmp_path, [])
-    why = "stood still for 31 s, and the others have given it up"
-    meeting = ScriptedMeeting(launcher, [(103.0, Lost(task, why)), (103.0, Lost("ps-0", "silent for 31 s"))])
-    with pytest.raises(TaskLostError, match=f"^{task}: {why}$") as caught:
-        follow(launcher, RunConfig(mode="async"), [task], "chief-0", meeting=meeting)
+    meeting = ScriptedMeeting(launcher, [(103.0, Lost(task, STOOD_STILL)), (103.0, Lost("ps-0", "silent for 31 s"))])
+    place = Place(ASYNC, Task.parse(task))
+    with pytest.raises(TaskLostError, match=f"^{task}: {STOOD_STILL}$") as caught:
+        follow(launcher, RunConfig(mode="async"), [task], "chief-0", meeting=meeting, place=place)
     assert caught.value.exit_code == 138
+
+
+def test_a_leader_that_stood_still_goes_on_without_an_evaluator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = [(106.0, ResultMessage({"done": True}, task="worker-0")), (107.0, ended("worker-0", 0))]
+    launcher = ScriptedLauncher(tmp_path, script)
+    silent = Lost("evaluator-0", "silent for 31 s")
+    meeting = ScriptedMeeting(launcher, [(103.0, Lost("worker-0", STOOD_STILL)), (103.0, silent)])
+    place = Place(Cluster("sync", {"evaluator": ("a:1",), "worker": ("a:2",)}), Task("worker", 0))
+    assert follow(launcher, RunConfig(mode="sync"), ["worker-0"], meeting=meeting, place=place)["done"]
+    own, other = capsys.readouterr().err.splitlines()
+    assert own == f"tf2dist: warning: worker-0 {STOOD_STILL}"
+    assert other.startswith("tf2dist: warning: evaluator-0 is gone (silent for 31 s); the others go on")
+
+
+def test_an_evaluator_that_stood_still_goes_on_after_the_leader(tmp_path: Path) -> None:
+    """It reads the last checkpoint, and needs nobody for that."""
+    launcher = ScriptedLauncher(tmp_path, [(106.0, ended("evaluator-0", 0))])
+    news: list[tuple[float, MeetingEvent]] = [(102.0, Ended("chief-0", 0, "")), (103.0, Lost("evaluator-0", "late"))]
+    meeting, place = ScriptedMeeting(launcher, news), Place(ASYNC, Task("evaluator", 0))
+    config = RunConfig(mode="async")
+    assert follow(launcher, config, ["evaluator-0"], "chief-0", meeting=meeting, place=place) == {}
+    assert launcher.now > 106.0
 
 
 @pytest.mark.parametrize("task", ["chief-0", "ps-0"])

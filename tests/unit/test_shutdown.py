@@ -16,9 +16,10 @@ from tests.unit.scripted import (
     start_with_echo,
     write_echo,
 )
+from tf2dist.cluster.spec import Cluster, Place, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import Interrupted, TaskFailure, TaskLeft
-from tf2dist.hosts.protocol import Ended, Stop
+from tf2dist.hosts.protocol import Ended, Lost, Stop
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
 
@@ -113,6 +114,22 @@ class StoppableMeeting(ScriptedMeeting):
 
     def stop(self, signum: int) -> None:
         self.stops = [*getattr(self, "stops", []), signum]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_process_that_stood_still_is_stopped_in_order(tmp_path: Path, task: str) -> None:
+    """A scheduler wakes a suspended job to end it: the signal comes with the news that the process stood still."""
+    saved = Saved(40, stopping=True, task=task)
+    script: list[tuple[float, Any]] = [(102.0, BEGUN), (104.0, Signalled()), (105.5, saved), (106.0, ended(task, 143))]
+    launcher = ScriptedLauncher(tmp_path, script)
+    other = next(name for name in TASKS if name != task)
+    meeting = StoppableMeeting(launcher, [(104.0, Lost(task, "stood still")), (104.0, Lost(other, "silent for 73 s"))])
+    place = Place(Cluster("sync", {"worker": ("a:1", "a:2")}), Task.parse(task))
+    with pytest.raises(Interrupted, match=r"; saved at step 40$") as caught:
+        follow(launcher, RunConfig(mode="sync"), [task], TASKS[0], meeting=meeting, place=place)
+    assert caught.value.exit_code == 143
+    assert meeting.stops == [15]
+    assert launcher.signalled == [(task, 15)]
 
 
 @pytest.mark.parametrize("again", [False, True])

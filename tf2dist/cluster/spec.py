@@ -138,6 +138,11 @@ class Place(NamedTuple):
         """Whether the task is the one that saves and makes the result."""
         return self.task == self.cluster.leader
 
+    @property
+    def needs_others(self) -> bool:
+        """Whether the run ends without one of the other tasks; if this one does not lead, the leader is such a task."""
+        return any(task != self.task and not self.cluster.can_lose(task) for task in self.cluster.tasks)
+
 
 def can_lose(mode: str, job: str) -> bool:
     """Whether a run goes on without a task of this job."""

@@ -200,7 +200,7 @@ class Meeting:
         membership, now = self._membership, time.monotonic()
         # Before the role looks for silent members: to a process that was stopped, or starved, all others seem silent.
         if membership.agreed.is_set() and now - ran_at > membership.lost_after_secs:
-            why = f"stood still for {now - ran_at:.0f} s, and the others have given it up"
+            why = f"stood still for {now - ran_at:.0f} s, longer than the others wait for it"
             membership.events.put(Lost(str(membership.task), why))
         return now
 

@@ -186,7 +186,10 @@ class Beat:
 
 @dataclass(frozen=True)
 class Lost:
-    """A task's process is gone, or sends nothing any more; of the own task, the process did not run for too long."""
+    """A task's process is gone, or sends nothing any more.
+
+    If the task is this process's own, the process stood still for too long.
+    """
 
     task: str
     why: str

@@ -107,6 +107,7 @@ class Monitor:
         config = run.config
         self._launcher, self._console, self._meeting, self._clock = launcher, run.console, meeting, clock
         self._mode, self._on_begun, self._session = config.mode, on_begun, run.session
+        self._needs_others = run.place.needs_others
         self._policy = RestartPolicy(config.mode, config.max_restarts, whole_cluster=meeting is None)
         self._shutdown = Shutdown(run, launcher, meeting, clock)
         self._watchdog = Watchdog(launcher, config, run.console.status, clock)
@@ -226,8 +227,10 @@ class Monitor:
                 self._lost_peers.pop(event.task, None)
                 self._add_event(event.task, "joined" if event.is_first else "back")
             case protocol.Lost(task, why) if task in self._tasks.names:
-                if self._phase() is not Phase.DONE:
+                # A stop goes on: the leader can still save, and a scheduler wakes a suspended job to end it.
+                if self._phase() is Phase.RUNNING and self._needs_others and not self._leader_is_done:
                     raise TaskLostError(f"{task}: {why}")
+                self._console.warn(f"{task} {why}")
             case protocol.Lost(task, why):
                 is_leaders = task == self._tasks.leader and not self._tasks.has_leader
                 code = (LeaderLostError if is_leaders else TaskLostError).exit_code
