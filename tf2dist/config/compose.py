@@ -403,11 +403,13 @@ def _explain(error: Exception, overrides: list[str], config_name: str | None, ru
     parsed = []
     # Hydra's errors do not always say which override they are about, so each is parsed by itself to find it.
     for text in overrides:
+        unreadable = f"{' '.join(text.split())}: cannot be read; {FORM}"
+        if not name_of(text):  # Hydra accepts =3, in which the name is missing.
+            return unreadable
         try:
-            # Hydra reads =3, in which the name is missing; it does not read an empty text.
-            parsed.append(OverridesParser.create().parse_override(text if name_of(text) else ""))
+            parsed.append(OverridesParser.create().parse_override(text))
         except ERRORS:
-            return f"{' '.join(text.split())}: cannot be read; {FORM}"
+            return unreadable
     single = [override for override in parsed if run_mode == RunMode.RUN or not override.is_sweep_override()]
     if problem := next(filter(None, map(_wrong_kind, single)), ""):
         return problem
@@ -435,8 +437,7 @@ def _wrong_kind(override: Override) -> str:
 
 def _problem(override: Override, tree: DictConfig, overrides: list[str], loader: Loader) -> str:
     """The mistake in one override, or ""; `tree`: the configuration of the choices that were made."""
-    key = override.key_or_group
-    value = str(override.input_line).partition("=")[2]
+    key, value = override.key_or_group, str(override.input_line).partition("=")[2]
     if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
         return ""
     if (
@@ -471,9 +472,7 @@ def _missing(error: MissingConfigException, overrides: list[str], config_name: s
     ]
     for path in [config_name or MAIN, *chosen_files]:
         file = loader.repository.load_config(path)
-        if file and any(
-            default.get_name() == name for default in file.defaults_list or () if hasattr(default, "value")
-        ):
+        if file and any(entry.get_name() == name for entry in file.defaults_list or () if hasattr(entry, "value")):
             location = f" (in {path}.yaml)"
     return f"{group} ({name}): must be one of {', '.join(offered)}{nearest(name, offered)}{location}"
 
