@@ -85,8 +85,15 @@ def run_task(context: TaskContext) -> None:
             # A run that reaches its goal ends before train.steps, and its last checkpoint says so.
             has_goal = config.train.until_accuracy is not None or config.train.until_secs is not None
             asked_steps = None if has_goal else config.train.steps
-            told = inbox.leader_is_done, to_launcher.status
-            follow(evaluator, run_dir, splits.evaluated, writer.on_evaluation, asked_steps, *told)
+            follow(
+                evaluator,
+                run_dir,
+                splits.evaluated,
+                writer.on_evaluation,
+                asked_steps,
+                leader_is_done=inbox.leader_is_done,
+                notify=to_launcher.status,
+            )
         return
     if cluster.has_coordinator and task.job == "worker":
         publish(splits, [task.index])
