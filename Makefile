@@ -19,14 +19,14 @@ train: $(STAMP)
 	$(BIN)/python -m tf2dist $(ARGS)
 
 # Side by side, the fast ones first, and lint among them. The tests of a file stay in one process, sharing slow setup; in
-# the first of the two commands that process ends with the file and gives back the memory of its clusters. Tests wait for
-# a part of their time, so four processes suit two cores; those of whole commands are three, since they have deadlines.
-# With ARGS="-k NAME" one of the two may have no test, which is code 5.
+# the first of the two commands that process ends with the file and gives back the memory of its clusters. Most tests
+# wait for much of their time, so three processes suit two cores as well, and four are no faster; but those of whole
+# commands have deadlines that a busy machine would miss. With ARGS="-k NAME" one of the two may have no test, which is code 5.
 # If one of the processes is lost, that ends the tests: pytest-xdist may wait for its successor for ever.
 SIDE_BY_SIDE := --dist loadfile --max-worker-restart 0
 define PYTEST_SIDE_BY_SIDE
-	$(BIN)/python -m pytest $(MARKED) -n 4 $(SIDE_BY_SIDE) -p tests.process_per_file tests/unit tests/replica tests/process $(ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest $(MARKED) -n 3 $(SIDE_BY_SIDE) --no-loadscope-reorder tests/e2e $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest $(MARKED) -n 3 $(SIDE_BY_SIDE) -p tests.process_per_file tests/unit tests/replica tests/process $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest $(MARKED) -n logical --maxprocesses 4 $(SIDE_BY_SIDE) --no-loadscope-reorder tests/e2e $(ARGS) || [ $$? = 5 ]
 endef
 
 test: $(STAMP)
