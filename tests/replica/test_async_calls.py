@@ -292,6 +292,7 @@ def test_how_long_a_stop_waits_for_workers() -> None:
     assert schedule.longest_silence(100.0, 2, grace_secs=1.0) == 0.5
 
 
+@pytest.mark.thorough  # what it guards costs time, and no result
 def test_no_function_is_created_while_many_hosts_train() -> None:
     """TensorFlow sends each new function to all hosts, and hangs if one of them cannot be reached.
 
@@ -327,6 +328,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["50 set()"]), done.stderr
 
 
+@pytest.mark.thorough  # likewise memory
 def test_the_first_copies_of_several_threads_move_no_table() -> None:
     """TensorFlow doubles its table of the functions that copy from tasks whenever it is full, while others read it."""
     code = """if True:

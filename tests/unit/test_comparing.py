@@ -241,6 +241,7 @@ def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> N
         assert drawn[mode_label] == (style.colour, style.dash, style.marker)
 
 
+@pytest.mark.thorough
 def test_every_text_in_a_picture_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tf2dist.tools.comparing.figures.MAX_PANELS", 1)
     options, results = compared(
