@@ -330,6 +330,16 @@ def softmax_over(axis: int, x: Any) -> Any:
     return keras.ops.softmax(x, axis)
 
 
+class Gated(Layer):
+    """Its effect begins with none."""
+
+    def build(self, shape: Any) -> None:
+        self.gate = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        return x + self.gate * super().call(x)
+
+
 def with_layer(make: Callable[[int], keras.Layer], axis: int) -> keras.Model:
     inside = [layers.Flatten(), layers.Dense(10), make(axis), layers.Dense(10)]
     return compiled(keras.Sequential([keras.Input((28, 28, 1)), *inside]), CROSSENTROPY(from_logits=True))
@@ -348,6 +358,8 @@ def with_layer_of_keras(make: Callable[[int], keras.Layer]) -> Callable[[int], k
         with_layer_of_keras(lambda axis: layers.Softmax(axis - 2)),
         with_layer_of_keras(lambda axis: layers.LayerNormalization(axis, center=False, scale=False)),
         with_layer_of_keras(layers.UnitNormalization),
+        with_layer_of_keras(lambda axis: layers.Softmax(axis or None)),
+        with_layer_of_keras(Gated),
         with_layer_of_keras(lambda axis: layers.Dense(10, functools.partial(softmax_over, axis))),
     ],
 )

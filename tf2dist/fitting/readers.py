@@ -29,6 +29,8 @@ WITHOUT_WEIGHTS = (
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.RemoteMonitor,
 )
+# Whose hooks of batches look at numbers alone.
+WITHOUT_ARRAYS = (*WITHOUT_WEIGHTS, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
 PLAIN = (bool, int, float, str)  # no None, in whose place a model may be put later
 LIBRARIES = ("datetime", "json", "keras", "logging", "math", "numpy", "os", "random", "tensorflow", "time")
 ESCAPES = ("eval", "exec", "globals", "__import__")
@@ -41,7 +43,7 @@ def calls_with_weights(callbacks: Iterable[keras.callbacks.Callback]) -> set[str
 
 def reads_progress(callbacks: Collection[keras.callbacks.Callback]) -> bool:
     """Whether hooks of batches get the metrics that come with the progress; a pause brings its own."""
-    has_hooks = any(has_hook(callback, BATCH_HOOKS) for callback in callbacks)
+    has_hooks = any(has_hook(one, BATCH_HOOKS) for one in callbacks if type(one) not in WITHOUT_ARRAYS)
     return has_hooks and "pause" not in calls_with_weights(callbacks)
 
 

@@ -28,7 +28,9 @@ ROUNDING = 1e-5  # of float32, in sums over some examples; what is taken for mor
 TOLERANCES, HALF_TOLERANCES = (TOLERANCE, 2e-6), (0.05, 0.01)
 # Of the trial of the state: the number of the examples, and by how much the weights are moved, since those that begin
 # with zeros may hide much. The same batch a second time meets what it has left: a largest mean is above some of it.
-ROUNDS = ((0, 0.0), (0, 0.0), (1, 0.01), (1, 0.01))
+MOVE = 0.01
+ROUNDS = ((0, 0.0), (0, 0.0), (1, MOVE), (1, MOVE))
+CODE_OF_USERS = (keras.layers.Lambda, keras.layers.JaxLayer, keras.layers.TFSMLayer)  # in layers of Keras
 MAX_MOVED = 1 << 20  # elements of a weight that is moved; large tables are not copied
 
 
@@ -98,9 +100,18 @@ def mixes_examples(step: Step, splits: Splits) -> bool:
     if all(map(_keeps_examples_apart, layers)) and all(map(_keeps_examples_apart, operations)):
         return False
 
+    def values(ids: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        # Moved, since a factor that begins with zeros would hide what the model does later.
+        trainable, state = step.values(ids)
+        pairs = zip(step.trainable, trainable, strict=True)
+        return [x if step.lookups.is_table(v) else _moved(x, tf.constant(MOVE)) for v, x in pairs], state
+
+    # Without tables the values are read once: each time the parameter servers send all of them.
+    read = None if step.tables else values(step.lookups.look_up(_examples(step, splits, 0), training=False).ids)
+
     def sums(leaves: list[tf.Tensor]) -> list[tf.Tensor]:
         lookups = step.lookups.look_up(leaves, training=False)
-        return [step.evaluate(*step.values(lookups.ids), leaves, positions=lookups.positions)]
+        return [step.evaluate(*(read or values(lookups.ids)), leaves, positions=lookups.positions)]
 
     # To trace a deep model takes longer than a few calls of it, but rows of tables are looked up in graphs alone.
     found = _on_trial(sums, step, splits, is_traced=bool(step.tables))
@@ -112,14 +123,15 @@ def mixes_examples(step: Step, splits: Splits) -> bool:
 
 def _keeps_examples_apart(operation: keras.Operation) -> bool:
     """Whether it is certain that an operation mixes no examples in an evaluation, as of most layers of Keras."""
-    if not isinstance(operation, keras.Layer) or isinstance(operation, keras.layers.Lambda):
+    if not isinstance(operation, keras.Layer) or isinstance(operation, CODE_OF_USERS):
         return False
     kind = type(operation)
     codes = [kind, *(getattr(operation, name, kind) for name in ("activation", "recurrent_activation"))]
     if not all(str(getattr(code, "__module__", "")).startswith("keras.") for code in codes):
         return False
     # The axis of the examples is 0, or a negative number that depends on the rank of the input.
-    return all(axis == -1 or axis > 0 for axis in keras.tree.flatten(getattr(operation, "axis", ())))
+    axes = keras.tree.flatten(getattr(operation, "axis", ()))
+    return all(isinstance(axis, int) and (axis == -1 or axis > 0) for axis in axes)
 
 
 def _dependence(first: np.ndarray, second: np.ndarray, whole: np.ndarray, repeated: np.ndarray) -> Dependence:

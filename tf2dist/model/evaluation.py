@@ -73,8 +73,8 @@ def chunk_size(
     if plan and (plan.validation_batch_size or plan.validation_steps or step.depends_on_batches):
         return plan.validation_batch_size or batch_size
     # A model whose input has a fixed batch size may compute with that number, as in reshape(x, (8, -1)).
-    if any(tensor.shape[0] for tensor in inputs_of(step.model)):
-        return batch_size
+    if fixed := next((tensor.shape[0] for tensor in inputs_of(step.model) if tensor.shape[0]), None):
+        return int(fixed)
     if plan and splits.validation and len(splits.validation) > batch_size and mixes_examples(step, splits):
         return batch_size
     fitting = replica_size or batch_size

@@ -45,7 +45,8 @@ MODEL_FILE, DESCRIPTION = "model.keras", "model.json"
 TEMPORARY = ".part-model"  # a folder in the run directory
 COPIED_BYTES = 1 << 20  # at a time
 Warn = Callable[[str], None]
-NamedGroup = tuple[str, list[str]]  # the attribute of an optimizer, and the names of variables that an update trains
+# The attributes that are an optimizer, and the names of the variables that an update of it trains.
+NamedGroup = tuple[list[str], list[str]]
 
 
 def describe(
@@ -183,7 +184,9 @@ def named_groups(step: Step) -> list[NamedGroup]:
     """What each update of a model's own step trains, for model.json; empty if the step is that of Keras."""
     if not isinstance(step, OwnStep):
         return []
-    attributes = {id(optimizer): name for name, optimizer in optimizers_of(step.model).items()}
+    attributes: dict[int, list[str]] = {}
+    for name, optimizer in sorted(optimizers_of(step.model).items(), key=lambda item: item[0] != "optimizer"):
+        attributes.setdefault(id(optimizer), []).append(name)
     names = {id(variable): name for name, (variable,) in saved_variables(step.model).items()}
     return [(attributes[id(group.optimizer)], [names[id(v)] for v in group.variables]) for group in step.groups]
 
@@ -202,9 +205,14 @@ def _built_optimizer(
             model.optimizer.build(model.trainable_variables)
         return model.optimizer, [1] * len(counters_of(model.optimizer))
     optimizers = optimizers_of(model)
-    if any(owner not in optimizers for owner, _ in groups):  # its class gives a loaded model none
+    found = [next((optimizers[owner] for owner in owners if owner in optimizers), None) for owners, _ in groups]
+    if None in found:  # its class gives a loaded model none
         return None, []
-    trained = [Group(optimizers[owner], [variables[name] for name in names]) for owner, names in groups]
+    trained = [Group(one, [variables[name] for name in names]) for one, (_, names) in zip(found, groups, strict=True)]
+    for one, (owners, _) in zip(found, groups, strict=True):  # Keras loads what was one optimizer as several
+        for owner in owners:
+            if "/" not in owner:  # that of a list or dict
+                setattr(model, owner, one)
     optimizer = own_step.optimizer_of(model.name, trained)
     # Keras builds `model.optimizer` for all variables when it loads a model.
     if not optimizer.built:

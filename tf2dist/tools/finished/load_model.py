@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from tf2dist.checkpoint.store import Checkpoints, step_of
 from tf2dist.errors import CheckpointError, ConfigError, reason_of
 from tf2dist.files import open_to_read, path_of
 from tf2dist.linux import without_warnings
+from tf2dist.model.own_step import optimizers_of
 from tf2dist.model.saved import ROLES, WEIGHTS, config_in, lambdas_in, leave_out_optimizer, without_optimizer
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
 from tf2dist.tf_internals import error_texts
@@ -128,6 +130,10 @@ def _from_checkpoint(folder: Path, step: int | None, objects: dict[str, Any], ta
             fill(model, names, arrays, snapshot.num_updates, groups)
         except CheckpointError as error:
             raise CheckpointError(f"run_dir ({folder}): {error}; name another directory") from None
+    missing = [owners[0] for owners, _ in groups if optimizers_of(model).keys().isdisjoint(owners)]
+    if missing and not tables:  # with tables in files it is not trained
+        text = f"its class gives a loaded model no {', '.join(missing)}; the state of its optimizers is left out"
+        warnings.warn(f"run_dir ({folder}): {text}", stacklevel=3)
     return model
 
 
@@ -202,7 +208,7 @@ def _description(path: Path) -> tuple[list[str], list[NamedGroup], dict[str, Any
         with open_to_read(path) as file:
             content = json.load(file)
         # Earlier versions wrote no groups.
-        groups = [(str(owner), list(map(str, trained))) for owner, trained in content.get("updates", [])]
+        groups = [(list(map(str, owners)), list(map(str, trained))) for owners, trained in content.get("updates", [])]
         return list(map(str, content["variables"])), groups, dict(content["model"])
     except FileNotFoundError:
         raise CheckpointError(

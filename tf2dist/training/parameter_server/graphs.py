@@ -108,7 +108,6 @@ class PsGraphs(abc.ABC):
 
     Attributes:
         servers: those on which the variables lie.
-        input: of the workers.
         evaluated_at_once: how many examples, at most.
         evaluated_batches: of streams to validate on, by which the coordinator sees the workers' progress.
         stragglers: the delays that are simulated, and the recording of the steps' times.

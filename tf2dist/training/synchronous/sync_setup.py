@@ -220,9 +220,11 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     graphs = prepared.graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
     graphs.restore(plan.start.arrays if plan.start else {})
     # A GPU has the memory for its part of a worker's batch; what depends on the batches needs whole ones, as in Keras.
-    at_once = chunk_size(config.train.batch_size_per_worker, step, splits, source.plan, replica_size=batch_size)
+    at_once, batch = 0, config.train.batch_size_per_worker
+    if workers.index == 0:
+        at_once = chunk_size(batch, step, splits, source.plan, replica_size=batch_size)
     # It may rest on a comparison of floats, which differs between types of CPU; all workers take worker 0's.
-    at_once = int(workers.add_up(np.array(0 if workers.index else at_once)))
+    at_once = int(workers.add_up(np.array(at_once)))
     return SyncRun(
         plan=plan,
         step=step,
