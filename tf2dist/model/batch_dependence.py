@@ -23,7 +23,7 @@ from tf2dist.tf_internals import layers_of, may_mix_examples
 
 SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
 TOLERANCE = 1e-3  # relative
-ROUNDING = 1e-5  # of float32, in sums over some examples; what is taken for more costs only speed
+ROUNDING = 1e-5  # of float32, in sums over some examples; a larger difference costs only speed
 # Of changes of the state and by their rounding, relative to the change and to the value: in float32 and half precision.
 TOLERANCES, HALF_TOLERANCES = (TOLERANCE, 2e-6), (0.05, 0.01)
 # Of the trial of the state: the number of the examples, and by how much the weights are moved, since those that begin
