@@ -98,7 +98,7 @@ def test_a_worker_asks_the_ps_once_a_step(async_loop: MakeLoop) -> None:
 def test_a_call_still_in_flight_does_not_cause_more_calls(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last call of an evaluation may have returned its result and still count as in flight."""
+    """An evaluation waits for it too."""
 
     @tf.function(autograph=False)
     def slow() -> None:
@@ -113,6 +113,7 @@ def test_a_call_still_in_flight_does_not_cause_more_calls(
         return schedule(function, args=args)
 
     schedule(slow)
+    loop.evaluate("validation")
     monkeypatch.setattr(loop._coordinator, "schedule", counted)
     loop.train(220)
     assert len(calls) == 4
@@ -304,9 +305,10 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         import numpy as np
         from tensorflow.python.eager import context
         from tests.replica.small_runs import context_of, run_config
-        from tf2dist.training.parameter_server import batches
+        from tf2dist.training.parameter_server import batches, schedule
         from tf2dist.training.parameter_server.async_loop import AsyncLoop
         from tf2dist.testing import COORDINATOR, start_ps_cluster
+        schedule.MAX_LOOK_SECS = 0.0  # every evaluation is looked at
         config = run_config(steps_per_execution=None)
         cluster = replace(start_ps_cluster().cluster, shares_host=False)
         chief = context_of(config, cluster, COORDINATOR)

@@ -26,7 +26,6 @@ from tf2dist.model import support
 from tf2dist.model.evaluation import Evaluation, chunks
 from tf2dist.model.model_checks import note_on_phases
 from tf2dist.model.step import Step
-from tf2dist.process import heartbeat
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
 from tf2dist.training.parameter_server.algorithms import algorithm_of
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule, prepare
@@ -41,13 +40,18 @@ from tf2dist.training.parameter_server.counters import (
 )
 from tf2dist.training.parameter_server.graphs import AsyncGraphs, GraphsSpec, PsGraphs
 from tf2dist.training.parameter_server.reading import PackedRead
-from tf2dist.training.parameter_server.schedule import MIN_LOOK_SECS, AsyncScheduler, Scheduler, close_servers, results
+from tf2dist.training.parameter_server.schedule import (
+    MIN_LOOK_SECS,
+    AsyncScheduler,
+    Scheduler,
+    close_servers,
+    wait_for_calls,
+)
 from tf2dist.training.parameter_server.server import NEVER
 from tf2dist.training.parameter_server.serving import send_shutdown
 from tf2dist.training.setup import TaskContext
 
 SHUTDOWN_TIMEOUT_SECS = 5.0
-LOOK_SECS = 1.0  # between two looks at the progress of an evaluation
 
 
 class PsLoop(Loop):
@@ -130,27 +134,13 @@ class PsLoop(Loop):
         else:
             number, ranges = EVALUATED.index(split), chunks(self.sizes[split], self._graphs.evaluated_at_once)
             arguments = [tuple(map(tf.constant, (number, first, last))) for first, last in ranges]
-        sums = [self._coordinator.schedule(function, args=each) for each in arguments]
-        total = np.zeros(1 + self.step.evaluated.size)
-        watch = self._watch_evaluation() if self._stream else never
-        for part in results(self._coordinator, sums, pause_request, self._scheduler.quiet_secs(), watch):
-            total += part
-            heartbeat.progress()
+        parts = [self._coordinator.schedule(function, args=each) for each in arguments]
+        wait_for_calls(self._coordinator, pause_request, self._evaluated_batches, self._scheduler.quiet_secs())
+        total = sum(map(self._coordinator.fetch, parts), np.zeros(1 + self.step.evaluated.size))
         return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
 
-    def _watch_evaluation(self) -> Callable[[], None]:
-        """Returns a function that notices the progress of workers in their shards, which may take long."""
-        seen, looked_at = -1, 0.0
-
-        def look() -> None:
-            nonlocal seen, looked_at
-            if (now := time.monotonic()) - looked_at < LOOK_SECS:
-                return
-            looked_at, before = now, seen
-            if (seen := int(self._graphs.evaluated_batches)) != before:
-                heartbeat.progress()
-
-        return look
+    def _evaluated_batches(self) -> int:
+        return int(self._graphs.evaluated_batches)
 
     def _optimizers(self) -> list[tuple[keras.Optimizer, list[keras.Variable]]]:
         """The optimizers of all ps, which have the same settings."""
@@ -220,8 +210,6 @@ class AsyncLoop(PsLoop):
         scheduler, seen, self._has_stopped_early = self._scheduler, (0, 0), False
         scheduler.begin(until_step)
         self._changed_at = time.monotonic()
-        # The last call of an evaluation may have returned its result and still count as in flight.
-        scheduler.finish(pause_request)
         for server in self._graphs.servers:
             server.stop_at.assign(NEVER)
         self._graphs.batch_numbers.open(until_step - self.progress.global_step)

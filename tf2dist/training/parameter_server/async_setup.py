@@ -164,5 +164,6 @@ def _make_other_functions(context: TaskContext, graphs: PsGraphs, step: Step) ->
     """
     with tf.device(f"/job:{context.task.job}"):
         graphs.read_counters()
+        int(graphs.evaluated_batches)
     step.metrics.results(np.zeros(step.metrics.size))
     step.evaluated.results(np.zeros(step.evaluated.size))

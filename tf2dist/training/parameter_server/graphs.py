@@ -109,7 +109,7 @@ class PsGraphs(abc.ABC):
     Attributes:
         servers: those on which the variables lie.
         evaluated_at_once: how many examples, at most.
-        evaluated_batches: of streams to validate on, by which the coordinator sees the workers' progress.
+        evaluated_batches: how many so far, by which the coordinator sees the workers' progress.
         stragglers: the delays that are simulated, and the recording of the steps' times.
         steps_per_call: how many steps a call has.
     """
@@ -227,8 +227,7 @@ class PsGraphs(abc.ABC):
 
             def batch(leaves: list[tf.Tensor], sums: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
                 sums += self._evaluated(values, leaves, layout)
-                with tf.control_dependencies([self.evaluated_batches.assign_add(1)]):
-                    return evaluated_batch(shard, False, layout), sums
+                return evaluated_batch(shard, False, layout), sums
 
             begin = evaluated_batch(shard, True, layout), tf.zeros([1 + self.step.evaluated.size], tf.float64)
             shapes = [spec.shape for spec in layout.batched(None)], begin[1].shape
@@ -250,7 +249,10 @@ class PsGraphs(abc.ABC):
         for server, request in zip(self.servers, routed.requests, strict=True):
             values = values | by_id(server.tables, server.rows_exactly(request))
         trainable, state = self.inputs(values)
-        return self.step.evaluate(trainable, state, leaves, layout, routed.positions)
+        sums = self.step.evaluate(trainable, state, leaves, layout, routed.positions)
+        with tf.control_dependencies([sums]):
+            self.evaluated_batches.assign_add(1)
+        return sums
 
     # What a rule decides.
 

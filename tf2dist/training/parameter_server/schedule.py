@@ -5,12 +5,9 @@ and need not: all updates that were applied are on the parameter servers.
 """
 
 import abc
-import functools
 import math
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,37 +19,10 @@ from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 from tf2dist.training.parameter_server.server import ParameterServer
 
 POLL_SECS = 0.005  # between two looks at calls, which cost nothing
-LOOK_AT_CALLS_SECS = 1.0  # between two looks at how far they are, which a ps must answer
+MIN_LOOK_SECS, MAX_LOOK_SECS = 0.05, 0.2  # between two looks at the counters
 # A numbered update is applied in less time than this, unless its worker was lost before it had pushed to all ps.
 SETTLE_SECS, SETTLE_POLL_SECS = 2.0, 0.05
 QUIET_SECS, QUIET_STEPS = 2.0, 2.0  # without progress for so long, and for so many steps' time, workers count as lost
-
-
-class StopDeadline:
-    """Decides how long to wait for workers: without limit, but after a request to stop only while they make progress.
-
-    Args:
-        pause_request: called by every `look`.
-        progress: returns a value that changes while workers make progress; called only once a stop is requested.
-        quiet_secs: how long this value may stay the same after a request to stop.
-    """
-
-    def __init__(self, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float) -> None:
-        self._pause_request, self._progress, self._quiet_secs = pause_request, progress, quiet_secs
-        self._seen, self._since = None, 0.0
-        self.requested = PauseRequest.NOTHING
-
-    def look(self) -> None:
-        """Raises WorkersAway if a stop is requested, and the workers have made no progress for `quiet_secs`."""
-        self.requested |= self._pause_request()
-        # Without a stop the launcher restarts lost workers, and a limit here would end a run that could continue.
-        if PauseRequest.STOP not in self.requested:
-            return
-        now, progress = time.monotonic(), self._progress()
-        if self._seen is None or progress != self._seen:
-            self._seen, self._since = progress, now
-        elif now - self._since > self._quiet_secs:
-            raise WorkersAway
 
 
 def longest_silence(steps_per_sec: float, num_workers: int, grace_secs: float) -> float:
@@ -69,21 +39,32 @@ def longest_silence(steps_per_sec: float, num_workers: int, grace_secs: float) -
 def wait_for_calls(
     coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
 ) -> PauseRequest:
-    """Waits until all calls are done; returns what was requested in the meantime. See `StopDeadline`.
+    """Waits until all calls are done; returns what was requested in the meantime.
 
-    The watchdog learns of each change of `progress`: over a slow network a call of many steps takes minutes.
+    The wait has no limit, but after a request to stop it lasts only while the workers make progress; WorkersAway if
+    they do not. The watchdog learns of all progress: over a slow network a call of many steps takes minutes.
+
+    Args:
+        progress: returns a value that changes while workers make progress.
+        quiet_secs: how long this value may stay the same after a request to stop.
     """
-    deadline, seen = StopDeadline(pause_request, progress, quiet_secs), None
-    look_at = time.monotonic() + LOOK_AT_CALLS_SECS
+    requested, seen, quiet_since = PauseRequest.NOTHING, None, math.inf
+    look_at = time.monotonic() + MAX_LOOK_SECS
     # Not `coordinator.join`, which can neither be interrupted nor be given a limit.
     while not coordinator.done():
-        deadline.look()
-        if time.monotonic() >= look_at:
-            before, seen, look_at = seen, progress(), time.monotonic() + LOOK_AT_CALLS_SECS
+        requested, now = requested | pause_request(), time.monotonic()
+        # Without a stop the launcher restarts lost workers, and a limit here would end a run that could continue.
+        if PauseRequest.STOP in requested:
+            quiet_since = min(quiet_since, now)
+        if now >= look_at:
+            before, seen, look_at = seen, progress(), now + MAX_LOOK_SECS
             if seen != before:
                 heartbeat.progress()
+                quiet_since = math.inf
+            elif now - quiet_since > quiet_secs:
+                raise WorkersAway
         time.sleep(POLL_SECS)
-    return deadline.requested
+    return requested
 
 
 def counts_of(servers: Sequence[ParameterServer]) -> list[tuple[int, int]]:
@@ -139,46 +120,6 @@ def close_servers(servers: Sequence[ParameterServer], limit: int) -> None:
         raise TaskLostError(f"all workers are lost, and the ps have applied {applied} updates: this cannot be saved")
 
 
-def results(
-    coordinator: Any,
-    values: list[Any],
-    pause_request: PauseRequests,
-    quiet_secs: float,
-    watch: Callable[[], Any],
-) -> Iterator[Any]:
-    """The values that calls return, in order, as soon as each is available. See `StopDeadline`.
-
-    Args:
-        watch: is called again and again while a value is awaited.
-    """
-    # `fetch` cannot be given a limit, so it waits in a thread of its own, which is left behind if a value never comes.
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def fetch() -> None:
-        for value in values:
-            try:
-                results.put((coordinator.fetch(value), None))
-            except Exception as error:
-                results.put((None, error))
-                return
-
-    threading.Thread(target=fetch, name="results", daemon=True).start()
-    for number in range(len(values)):
-        # Every value counts as progress, so the wait for each one starts over.
-        deadline = StopDeadline(pause_request, functools.partial(int, number), quiet_secs)
-        while True:
-            try:
-                value, error = results.get(timeout=POLL_SECS)
-                break
-            except queue.Empty:
-                deadline.look()
-                watch()
-        if error:
-            raise error
-        yield value
-
-
-MIN_LOOK_SECS, MAX_LOOK_SECS = 0.05, 0.2  # between two looks at the counters
 STOP_SECS = 0.2  # all ps are told where to stop in less time than this
 
 

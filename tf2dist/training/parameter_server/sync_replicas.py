@@ -250,12 +250,10 @@ class SyncReplicasLoop(PsLoop):
 
     def _train(self, until_step: int, pause_request: PauseRequests) -> PauseRequest:
         scheduler, deciding = self._scheduler, self._graphs.deciding
-        # The last call of an evaluation may have returned its result and still count as in flight.
-        requested = scheduler.finish(pause_request)
         deciding.open(until_step)
         scheduler.begin(deciding.counts())
         try:
-            requested |= self._supply(until_step, pause_request)
+            requested = self._supply(until_step, pause_request)
         except NotFiniteError:
             deciding.close()  # or the workers would wait for the end of a step that will have none
             raise
