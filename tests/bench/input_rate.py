@@ -11,22 +11,23 @@ import tensorflow as tf
 from tests.bench.workload import BATCH_SIZE, Workload
 from tf2dist.data import Arrays, Splits
 from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
-from tf2dist.training.parameter_server.batches import ArrayInput, publish
+from tf2dist.training.parameter_server.batches import gathered_batches, publish
 
 WARMUP, BATCHES, STEPS_PER_CALL = 100, 2_000, 50
 
 
 def ours(train: Arrays) -> tuple[Callable[[], object], int]:
-    """As calls of many steps get their batches from an `ArrayInput`."""
+    """As calls of many steps get their batches, see `gathered_batches`."""
     publish(Splits(train, train, train))
     sharding = Sharding(len(train), BATCH_SIZE, 1, seed=0, whole_batch_loss=False)
-    found = ArrayInput(train.layout, sharding, NumberedSteps(sharding, InputPosition()))
+    steps = NumberedSteps(sharding, InputPosition())
     begun = tf.Variable(0, dtype=tf.int64)
 
     @tf.function(autograph=False)
     def call() -> list[list[tf.Tensor]]:
         first = begun.assign_add(STEPS_PER_CALL) - STEPS_PER_CALL
-        return found.batches(tf.constant(0), first + tf.range(STEPS_PER_CALL, dtype=tf.int64))
+        numbers = first + tf.range(STEPS_PER_CALL, dtype=tf.int64)
+        return gathered_batches(tf.stack(steps.ranges(numbers), 1), sharding, train.layout)
 
     return call, STEPS_PER_CALL
 

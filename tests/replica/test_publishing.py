@@ -13,7 +13,13 @@ from tf2dist.data import Arrays, Splits
 from tf2dist.data.passes import ExampleOrder, InputPosition, NumberedSteps, Sharding
 from tf2dist.registry import DATA
 from tf2dist.training.parameter_server import batches
-from tf2dist.training.parameter_server.batches import EVALUATED, ArrayInput, evaluated_examples, publish, remote_ranges
+from tf2dist.training.parameter_server.batches import (
+    EVALUATED,
+    evaluated_examples,
+    gathered_batches,
+    publish,
+    remote_ranges,
+)
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (100, 3, 2, 1), np.uint8)
@@ -74,10 +80,9 @@ def test_a_call_takes_its_batches_in_one_or_several_requests(monkeypatch: pytest
     publish(splits)
     sharding = Sharding(len(IMAGES), 7, 2, seed=3, whole_batch_loss=False)
     steps = NumberedSteps(sharding, InputPosition())
-    array_input = ArrayInput(splits.layout, sharding, steps)
-    read = tf.function(lambda numbers: array_input.batches(tf.constant(0), numbers), autograph=False)
-    numbers = tf.range(10, 20, dtype=tf.int64)
-    for (images, labels), *limits in zip(read(numbers), *steps.ranges(numbers), strict=True):
+    read = tf.function(lambda ranges: gathered_batches(ranges, sharding, splits.layout), autograph=False)
+    ranges = tf.stack(steps.ranges(tf.range(10, 20, dtype=tf.int64)), 1)
+    for (images, labels), limits in zip(read(ranges), ranges, strict=True):
         rows = sharding.order.rows(*map(int, limits))
         np.testing.assert_array_equal(images, IMAGES[rows])
         np.testing.assert_array_equal(labels, splits.train.y[rows])

@@ -163,53 +163,21 @@ def _token(split: str) -> str:
     return f"{NAME}.{split}"
 
 
-class ArrayInput:
-    """Batches of the arrays that each worker has published.
+def gathered_batches(ranges: tf.Tensor, sharding: Sharding, layout: Layout) -> Batches:
+    """In the graph of a call: batches of the published arrays, of the examples in these ranges, int64 [steps, 2].
 
     A call asks for them a few at a time, so that the next ones are gathered while it computes. They depend on nothing
     but their numbers: a call that ends early leaves nothing behind that another one could take for its own.
-
-    Args:
-        layout: the structure of the data.
-        sharding: how the training set is cut.
-        steps: its steps by their numbers.
     """
-
-    def __init__(self, layout: Layout, sharding: Sharding, steps: NumberedSteps) -> None:
-        self._layout, self._steps, self.sharding = layout, steps, sharding
-
-    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
-        """In the graph of a call; see `Input`."""
-        return self._gathered(tf.stack(self._steps.ranges(numbers), 1))
-
-    def _gathered(self, ranges: tf.Tensor) -> Batches:
-        """Batches of the examples in these ranges, int64 [steps, 2]."""
-        num_steps, specs = ranges.shape[0], self._layout.specs
-        batch = self.sharding.batch_size * sum(spec.dtype.size * spec.shape.num_elements() for spec in specs)
-        num = max(1, GATHERED_AT_ONCE // max(1, batch))
-        leaves: list[tf.Tensor] = []
-        for first in range(0, num_steps, num):
-            with tf.control_dependencies(leaves[-1:]):  # in turn, or those of the first steps would come late
-                leaves += remote_ranges(ranges[first : first + num], self.sharding.order, self._layout)
-        following = iter(leaves)
-        return [[next(following) for _ in self._layout.specs] for _ in range(num_steps)]
-
-
-class SharedArrayInput(ArrayInput):
-    """The input of mode=sync_replicas: to the leaves of each batch its share is added, float32 [].
-
-    The workers cut an epoch as with mode=sync: each has the same number of batches. So in its last step a worker may
-    have fewer examples than the others, or one of padding, and the share says how much its gradient counts: 1 for a
-    full batch, 0 for padding.
-    """
-
-    def batches(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
-        first, last = self._steps.ranges(numbers)
-        begin, count = self.sharding.share(first, last, worker)
-        begin = tf.minimum(begin, last - 1)  # of padding
-        ranges = tf.stack([begin, begin + tf.maximum(count, 1)], 1)
-        shares = tf.unstack(tf.cast(count, tf.float32) / self.sharding.batch_size, ranges.shape[0])
-        return [[*leaves, share] for leaves, share in zip(self._gathered(ranges), shares, strict=True)]
+    num_steps, specs = ranges.shape[0], layout.specs
+    batch = sharding.batch_size * sum(spec.dtype.size * spec.shape.num_elements() for spec in specs)
+    num = max(1, GATHERED_AT_ONCE // max(1, batch))
+    leaves: list[tf.Tensor] = []
+    for first in range(0, num_steps, num):
+        with tf.control_dependencies(leaves[-1:]):  # in turn, or those of the first steps would come late
+            leaves += remote_ranges(ranges[first : first + num], sharding.order, layout)
+    following = iter(leaves)
+    return [[next(following) for _ in specs] for _ in range(num_steps)]
 
 
 INDEX = tf.TensorSpec([], tf.int64)

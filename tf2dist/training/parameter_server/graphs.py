@@ -32,7 +32,6 @@ from tf2dist.tf_internals import as_one_node
 from tf2dist.training.loop import steps_to_pause, unrolled_steps
 from tf2dist.training.parameter_server.algorithms import Algorithm
 from tf2dist.training.parameter_server.batches import (
-    ArrayInput,
     BatchNumbers,
     EndingNumbers,
     Input,
@@ -40,6 +39,7 @@ from tf2dist.training.parameter_server.batches import (
     WorkerNumbers,
     evaluated_batch,
     evaluated_examples,
+    gathered_batches,
     remote_batches,
 )
 from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOrigin
@@ -425,7 +425,8 @@ class AsyncGraphs(PsGraphs):
             return lambda worker, numbers: remote_batches(worker, numbers[0], numbers.shape[0], spec.splits.layout)
         steps = NumberedSteps(sharding, origin.begin)
         self.batch_numbers = SharedNumbers(server, steps, sharding)
-        return ArrayInput(spec.splits.layout, sharding, steps).batches
+        layout = spec.splits.layout
+        return lambda _, numbers: gathered_batches(tf.stack(steps.ranges(numbers), 1), sharding, layout)
 
     def _limit_types(self) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.int64)]

@@ -28,7 +28,7 @@ from tf2dist.tf_internals import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.async_loop import PsLoop
 from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
-from tf2dist.training.parameter_server.batches import Input, SharedArrayInput, own_number
+from tf2dist.training.parameter_server.batches import Batches, Input, gathered_batches, own_number
 from tf2dist.training.parameter_server.graphs import GraphsSpec, PsCall, PsGraphs, TrainStep
 from tf2dist.training.parameter_server.rows import Routed
 from tf2dist.training.parameter_server.schedule import MAX_LOOK_SECS, Scheduler, longest_silence
@@ -78,7 +78,22 @@ class SyncReplicasGraphs(PsGraphs):
 
     def _make_input(self, spec: GraphsSpec) -> Input:
         self.steps, self._offsets = NumberedSteps(spec.sharding, spec.origin.begin), spec.origin.offsets
-        return SharedArrayInput(spec.step.layout, spec.sharding, self.steps).batches
+        return self._batches_with_shares
+
+    def _batches_with_shares(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
+        """In the graph of a call; see `Input`. To the leaves of each batch its share is added, float32 [].
+
+        The workers cut an epoch as with mode=sync: each has the same number of batches. So in its last step a worker
+        may have fewer examples than the others, or one of padding, and the share says how much its gradient counts: 1
+        for a full batch, 0 for padding.
+        """
+        first, last = self.steps.ranges(numbers)
+        begin, count = self.sharding.share(first, last, worker)
+        begin = tf.minimum(begin, last - 1)  # of padding
+        ranges = tf.stack([begin, begin + tf.maximum(count, 1)], 1)
+        shares = tf.unstack(tf.cast(count, tf.float32) / self.sharding.batch_size, ranges.shape[0])
+        gathered = gathered_batches(ranges, self.sharding, self.step.layout)
+        return [[*leaves, share] for leaves, share in zip(gathered, shares, strict=True)]
 
     def batch_types(self) -> list[tf.TensorSpec]:
         return [*super().batch_types(), tf.TensorSpec([], tf.float32)]
