@@ -127,14 +127,14 @@ def test_the_watchdog_learns_that_the_last_calls_move(monkeypatch: pytest.Monkey
 @pytest.mark.thorough
 def test_another_rule_makes_steps_of_fewer_gradients(replicas_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many are enough; the other ps make their steps of the same ones."""
-    from tf2dist.training.parameter_server.sync_replicas import SyncReplicasRule
+    from tf2dist.training.parameter_server.sync_replicas import SyncReplicasGraphs
     from tf2dist.training.parameter_server.sync_replicas_servers import DecidingServer
 
     class ThreeThenTwo(DecidingServer):
         def is_complete(self, count: tf.Tensor) -> tf.Tensor:
             return count == 3 - self.step.read_value() % 2
 
-    monkeypatch.setattr(SyncReplicasRule, "server_class", ThreeThenTwo)
+    monkeypatch.setattr(SyncReplicasGraphs, "server_class", ThreeThenTwo)
     loop = replicas_loop(replicas_config(), num_workers=4, num_ps=2)
     loop.train(40)
     counts = loop._graphs.deciding.counts()

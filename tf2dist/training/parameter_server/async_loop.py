@@ -17,18 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot, Weights
-from tf2dist.cluster.spec import Cluster
-from tf2dist.config.schema import RunConfig
-from tf2dist.data.passes import Sharding
-from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS
-from tf2dist.model import support
 from tf2dist.model.evaluation import Evaluation, chunks
-from tf2dist.model.model_checks import note_on_phases
-from tf2dist.model.step import Step
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
-from tf2dist.training.parameter_server.algorithms import algorithm_of
-from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule, prepare
+from tf2dist.training.parameter_server.async_setup import PsRun, prepare
 from tf2dist.training.parameter_server.batches import EVALUATED
 from tf2dist.training.parameter_server.counters import (
     STALENESS_ARRAY,
@@ -38,7 +30,7 @@ from tf2dist.training.parameter_server.counters import (
     PsOrigin,
     staleness_of,
 )
-from tf2dist.training.parameter_server.graphs import AsyncGraphs, GraphsSpec, PsGraphs
+from tf2dist.training.parameter_server.graphs import AsyncGraphs, PsGraphs
 from tf2dist.training.parameter_server.reading import PackedRead
 from tf2dist.training.parameter_server.schedule import (
     MIN_LOOK_SECS,
@@ -58,10 +50,12 @@ class PsLoop(Loop):
     """Runs on the coordinator, made with `build`; see `loop.Loop`.
 
     Attributes:
-        rule_class: of the rule by which the ps apply an update.
+        graphs_class: the rule by which the ps apply an update.
+        scheduler_class: of the calls to the workers.
     """
 
-    rule_class: Callable[[RunConfig, Cluster], UpdateRule]
+    graphs_class: type[PsGraphs]
+    scheduler_class: type[Scheduler]
     _graphs: PsGraphs
     _scheduler: Scheduler
     _origin: PsOrigin
@@ -69,8 +63,11 @@ class PsLoop(Loop):
 
     def __init__(self, context: TaskContext, run: PsRun, report: Report) -> None:
         self._coordinator = run.coordinator
-        self._graphs, self._scheduler, self._origin = run.graphs, run.scheduler, run.origin
-        graphs, self._stream = run.graphs, run.graphs.splits.validation_stream
+        self._graphs = graphs = run.graphs
+        self._scheduler = self.scheduler_class(
+            run.coordinator, graphs, context.cluster.num_workers, context.config.grace_secs
+        )
+        self._origin, self._stream = graphs.origin, graphs.splits.validation_stream
         self.read_all = functools.cache(
             lambda: PackedRead(self.named, graphs.servers, self.by_row, self.config.run_dir)
         )
@@ -91,8 +88,7 @@ class PsLoop(Loop):
         report: Report,
         strategy: tf.distribute.ParameterServerStrategy | None = None,
     ) -> "PsLoop":
-        rule = cls.rule_class(context.config, context.cluster)
-        return cls(context, prepare(rule, context, start, strategy), report)
+        return cls(context, prepare(cls.graphs_class, context, start, strategy), report)
 
     def train(self, until_step: int, pause_request: PauseRequests = never) -> PauseRequest:
         """Trains until exactly `until_step` updates have been applied in the whole run; see `loop.Loop`."""
@@ -160,32 +156,10 @@ class PsLoop(Loop):
         send_shutdown(self.cluster, {"failure": reason}, SHUTDOWN_TIMEOUT_SECS)
 
 
-class AsyncRule(UpdateRule):
-    """Each ps applies an update as soon as it has come, as an algorithm says."""
-
-    way, scheduler_class = support.ASYNC, AsyncScheduler
-
-    def __init__(self, config: RunConfig, cluster: Cluster) -> None:
-        self._algorithm = algorithm_of(config)
-
-    def check_model(self, name: str, step: Step, splits: Splits) -> str:
-        support.check_step(support.ASYNC, name, step)
-        return note_on_phases(step)
-
-    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
-        return self._algorithm.why_no_rows(optimizer)
-
-    def make_graphs(self, spec: GraphsSpec) -> AsyncGraphs:
-        return AsyncGraphs(spec, self._algorithm)
-
-    def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> AsyncOrigin:
-        return AsyncOrigin.of(start, sharding, num_metrics)
-
-
 class AsyncLoop(PsLoop):
     """The loop of mode=async, in which a global step is an update that the ps have applied."""
 
-    mode, rule_class = "async", AsyncRule
+    mode, graphs_class, scheduler_class = "async", AsyncGraphs, AsyncScheduler
     _graphs: AsyncGraphs
     _scheduler: AsyncScheduler
     _origin: AsyncOrigin

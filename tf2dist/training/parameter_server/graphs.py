@@ -18,11 +18,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.arrays import Layout
-from tf2dist.data.passes import NumberedSteps, Sharding
-from tf2dist.data.splits import Splits
+from tf2dist.data.passes import NumberedSteps
+from tf2dist.model import support
 from tf2dist.model.evaluation import chunk_size
+from tf2dist.model.model_checks import note_on_phases
 from tf2dist.model.packing import narrow_dtype
 from tf2dist.model.recurrence import recurrence_of
 from tf2dist.model.shards import Values, all_parts, by_id, global_clipping, join, parts_of, split
@@ -30,7 +32,7 @@ from tf2dist.model.source import EpochPlan, MakeOptimizer
 from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import as_one_node
 from tf2dist.training.loop import steps_to_pause, unrolled_steps
-from tf2dist.training.parameter_server.algorithms import Algorithm
+from tf2dist.training.parameter_server.algorithms import algorithm_of
 from tf2dist.training.parameter_server.batches import (
     BatchNumbers,
     EndingNumbers,
@@ -46,35 +48,10 @@ from tf2dist.training.parameter_server.counters import TOTALS, AsyncOrigin, PsOr
 from tf2dist.training.parameter_server.rows import Routed, Routing
 from tf2dist.training.parameter_server.server import NO_UPDATE, ModelPart, ParameterServer, PartSpec
 from tf2dist.training.parameter_server.wire import Pulled, Request, WireTensors, add_request
+from tf2dist.training.setup import RunPlan, TaskContext
 from tf2dist.training.stragglers import Stragglers
 
 ACCELERATOR = "GPU:0"  # of each worker, which sees no other worker's; without one TensorFlow takes its CPU
-
-
-@dataclass(frozen=True)
-class GraphsSpec:
-    """Arguments from which the graphs of a run are made.
-
-    Attributes:
-        config: of the run.
-        step: of a model whose variables lie on parameter servers.
-        make_optimizer: for each ps.
-        splits, sharding: the data, and how the training set is cut.
-        origin: where the run begins.
-        total_steps: updates in the whole run.
-        plan: of the epochs.
-        earlier_updates: that the optimizer has applied before this run.
-    """
-
-    config: RunConfig
-    step: Step
-    make_optimizer: MakeOptimizer
-    splits: Splits
-    sharding: Sharding
-    origin: PsOrigin
-    total_steps: int
-    plan: EpochPlan | None = None
-    earlier_updates: int = 0
 
 
 # Of what was pulled for a step: what `_exchange` or `_push` returns, and the loss.
@@ -101,52 +78,66 @@ class PsCall:
 
 
 class PsGraphs(abc.ABC):
-    """The parameter servers of a model, and the functions that workers run against them.
+    """The parameter servers of a run, and the functions that workers run against them: the rule of its mode.
 
-    Everything is traced outside the strategy's scope: under it a Keras optimizer asks for a
-    replica context, which there is none of on a ps.
+    The rule says when the ps apply an update, and what that asks of a run. Everything is traced outside the strategy's
+    scope: under it a Keras optimizer asks for a replica context, which there is none of on a ps.
 
     Attributes:
+        way: by which it trains, with what it refuses.
+        ways_on_several_ps: with what it refuses there in addition.
+        origin: where the run begins.
         servers: those on which the variables lie.
         evaluated_at_once: how many examples, at most.
         evaluated_batches: how many so far, by which the coordinator sees the workers' progress.
         stragglers: the delays that are simulated, and the recording of the steps' times.
         steps_per_call: how many steps a call has.
+
+    Args:
+        plan: of the run.
+        step: of a model whose variables lie on the ps.
+        make_optimizer: for each ps.
+        earlier_updates: that the optimizer has applied before this run.
     """
 
+    way: support.Way
+    ways_on_several_ps: tuple[support.Way, ...] = (support.SEVERAL_PS,)
+    origin: PsOrigin
     servers: Sequence[ModelPart]
 
-    def __init__(self, spec: GraphsSpec) -> None:
-        self.config, self.step, self.sharding, self.splits = spec.config, spec.step, spec.sharding, spec.splits
-        self.earlier_updates = spec.earlier_updates
-        self.stragglers = Stragglers(spec.config)
-        self.evaluated_at_once = chunk_size(spec.config.train.batch_size_per_worker, spec.step, spec.splits, spec.plan)
-        self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(spec.make_optimizer, spec.total_steps)
-        self._make_servers(self._parts(spec))
-        self.routing = Routing(spec.step.tables, [server.tables for server in self.servers])
+    def __init__(
+        self, context: TaskContext, plan: RunPlan, step: Step, make_optimizer: MakeOptimizer, earlier_updates: int
+    ) -> None:
+        config, epochs = context.config, context.source.plan
+        self.config, self.step, self.sharding, self.splits = config, step, plan.sharding, context.splits
+        self.stragglers = Stragglers(config)
+        self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, self.splits, epochs)
+        self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, plan.target_step)
+        self._make_servers(self._parts(earlier_updates, keeps_rate=epochs is None))
+        self.routing = Routing(step.tables, [server.tables for server in self.servers])
         with tf.device(self.servers[0].device):
             self.evaluated_batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_batches")
-        self._input = self._make_input(spec)
-        spec.step.loss_scale = self.servers[0].loss_scale
+        self._input = self._make_input(plan.start)
+        step.loss_scale = self.servers[0].loss_scale
         self._compute = self._traced_compute()
         self._route = self._traced_route()
-        to_pause = self._steps_of_worker(steps_to_pause(spec.config, spec.plan, spec.sharding, spec.total_steps))
+        to_pause = self._steps_of_worker(steps_to_pause(config, epochs, plan.sharding, plan.target_step))
         travelling = [variable for server in self.servers for variable in server.variables]
         chosen = min(unrolled_steps(self._compute, travelling, to_pause), self.stragglers.max_steps)
-        self.steps_per_call = self._asked_steps(spec) or chosen
+        self.steps_per_call = self._asked_steps(epochs) or chosen
 
-    def _asked_steps(self, spec: GraphsSpec) -> int | None:
+    def _asked_steps(self, epochs: EpochPlan | None) -> int | None:
         """The steps in a call that the user asks for; in `fit` each worker gets a part of every epoch in any case."""
-        asked = spec.config.train.steps_per_execution
-        if not (asked and spec.plan):
+        asked = self.config.train.steps_per_execution
+        if not (asked and epochs):
             return asked
-        return min(asked, max(1, math.ceil(self._steps_of_worker(spec.sharding.updates_per_pass))))
+        return min(asked, max(1, math.ceil(self._steps_of_worker(self.sharding.updates_per_pass))))
 
-    def _parts(self, spec: GraphsSpec) -> list[PartSpec]:
+    def _parts(self, earlier_updates: int, *, keeps_rate: bool) -> list[PartSpec]:
         """The part of the model that each ps gets."""
         # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.
-        trainable, state = all_parts(spec.step.trainable), all_parts(spec.step.state)
-        tables = set(map(id, all_parts(spec.step.tables)))
+        trainable, state = all_parts(self.step.trainable), all_parts(self.step.state)
+        tables = set(map(id, all_parts(self.step.tables)))
         devices = sorted({v.value.device for v in [*trainable, *state]})
         return [
             PartSpec(
@@ -154,11 +145,11 @@ class PsGraphs(abc.ABC):
                 trainable=[v for v in trainable if v.value.device == device],
                 state=[v for v in state if v.value.device == device],
                 make_optimizer=self.new_optimizer,
-                num_workers=spec.sharding.num_shards,
-                num_metrics=spec.step.metrics.size if device == devices[0] else 0,  # the sums are read from one ps
-                keeps_rate=spec.plan is None,
-                earlier_updates=spec.earlier_updates,
-                narrow=narrow_dtype(spec.config.cluster.transfer_dtype),
+                num_workers=self.sharding.num_shards,
+                num_metrics=self.step.metrics.size if device == devices[0] else 0,  # the sums are read from one ps
+                keeps_rate=keeps_rate,
+                earlier_updates=earlier_updates,
+                narrow=narrow_dtype(self.config.cluster.transfer_dtype),
                 tables=[v for v in trainable if v.value.device == device and id(v) in tables],
             )
             for device in devices
@@ -256,9 +247,19 @@ class PsGraphs(abc.ABC):
 
     # What a rule decides.
 
+    @classmethod
     @abc.abstractmethod
-    def restore(self, origin: Any) -> None:
-        """Lets the ps go on counting from there; to be called before any push."""
+    def check_model(cls, context: TaskContext, step: Step) -> str:
+        """Raises ConfigError for a model that cannot be trained so; returns `PreparedRun.note`."""
+
+    @classmethod
+    def why_no_rows(cls, config: RunConfig, optimizer: keras.Optimizer) -> str:
+        """Why tables travel as a whole; empty if their rows may, see `model.row_choice`."""
+        return ""
+
+    @abc.abstractmethod
+    def restore(self) -> None:
+        """Lets the ps go on counting from `origin`; to be called before any push."""
 
     @abc.abstractmethod
     def read_counters(self) -> None:
@@ -269,8 +270,8 @@ class PsGraphs(abc.ABC):
         """Sets `servers`, one for each part."""
 
     @abc.abstractmethod
-    def _make_input(self, spec: GraphsSpec) -> Input:
-        """The input of the workers."""
+    def _make_input(self, start: Snapshot | None) -> Input:
+        """Sets `origin`; returns the input of the workers, which begins there."""
 
     def _steps_of_worker(self, global_steps: int) -> float:
         """How many of so many global steps a worker takes part in."""
@@ -386,25 +387,34 @@ class PsGraphs(abc.ABC):
 
 
 class AsyncGraphs(PsGraphs):
-    """The graphs of mode=async, in which each ps applies an update as soon as it has come.
+    """The graphs of mode=async, in which each ps applies an update as soon as it has come, as an algorithm says.
 
     Attributes:
-        algorithm: what a ps does with an update.
         batch_numbers: those that workers take.
     """
 
+    way = support.ASYNC
+    origin: AsyncOrigin
     servers: Sequence[ParameterServer]
 
-    def __init__(self, spec: GraphsSpec, algorithm: Algorithm) -> None:
-        self.algorithm = algorithm
+    def __init__(self, *args: Any) -> None:
         self._decays: dict[int, float] = {}  # of the state that a step changes, by id of the variable
-        super().__init__(spec)
+        super().__init__(*args)
         for server in self.servers:
             server.trace_functions(self._decays)
 
-    def restore(self, origin: AsyncOrigin) -> None:
+    @classmethod
+    def check_model(cls, context: TaskContext, step: Step) -> str:
+        support.check_step(support.ASYNC, context.source.name, step)
+        return note_on_phases(step)
+
+    @classmethod
+    def why_no_rows(cls, config: RunConfig, optimizer: keras.Optimizer) -> str:
+        return algorithm_of(config).why_no_rows(optimizer)
+
+    def restore(self) -> None:
         for server in self.servers:
-            server.restore(origin.counts)
+            server.restore(self.origin.counts)
 
     def read_counters(self) -> None:
         tf.identity(self.servers[0].counts())
@@ -413,19 +423,20 @@ class AsyncGraphs(PsGraphs):
         return global_steps / self.sharding.num_shards
 
     def _make_servers(self, parts: list[PartSpec]) -> None:
-        self.servers = [ParameterServer(part, self.algorithm) for part in parts]
+        algorithm = algorithm_of(self.config)
+        self.servers = [ParameterServer(part, algorithm) for part in parts]
         # Each ps sees only some of the gradients.
         self._clip = global_clipping(self.new_optimizer(), self.step.trainable)
 
-    def _make_input(self, spec: GraphsSpec) -> Input:
-        server, sharding, origin = self.servers[0], spec.sharding, spec.origin
-        if spec.splits.stream:
+    def _make_input(self, start: Snapshot | None) -> Input:
+        server, sharding, layout = self.servers[0], self.sharding, self.splits.layout
+        self.origin = origin = AsyncOrigin.of(start, sharding, self.step.metrics.size)
+        if self.splits.stream:
             kind = EndingNumbers if sharding.ends_with_data else WorkerNumbers
             self.batch_numbers: BatchNumbers = kind(server, origin.offsets, sharding)
-            return lambda worker, numbers: remote_batches(worker, numbers[0], numbers.shape[0], spec.splits.layout)
+            return lambda worker, numbers: remote_batches(worker, numbers[0], numbers.shape[0], layout)
         steps = NumberedSteps(sharding, origin.begin)
         self.batch_numbers = SharedNumbers(server, steps, sharding)
-        layout = spec.splits.layout
         return lambda _, numbers: gathered_batches(tf.stack(steps.ranges(numbers), 1), sharding, layout)
 
     def _limit_types(self) -> list[tf.TensorSpec]:

@@ -13,12 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot
 from tf2dist.checkpoint.state import input_facts
-from tf2dist.cluster.spec import Cluster
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.passes import NumberedSteps, Sharding
+from tf2dist.data.passes import NumberedSteps
 from tf2dist.errors import NotFiniteError
 from tf2dist.model import support
 from tf2dist.model.model_checks import check_batches
@@ -27,9 +25,9 @@ from tf2dist.model.step import Step, step_place
 from tf2dist.tf_internals import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.async_loop import PsLoop
-from tf2dist.training.parameter_server.async_setup import PsRun, UpdateRule
+from tf2dist.training.parameter_server.async_setup import PsRun
 from tf2dist.training.parameter_server.batches import Batches, Input, gathered_batches, own_number
-from tf2dist.training.parameter_server.graphs import GraphsSpec, PsCall, PsGraphs, TrainStep
+from tf2dist.training.parameter_server.graphs import PsCall, PsGraphs, TrainStep
 from tf2dist.training.parameter_server.rows import Routed
 from tf2dist.training.parameter_server.schedule import MAX_LOOK_SECS, Scheduler, longest_silence
 from tf2dist.training.parameter_server.server import PartSpec
@@ -47,21 +45,38 @@ class SyncReplicasGraphs(PsGraphs):
     """The graphs of mode=sync_replicas; see `sync_replicas_servers`.
 
     Attributes:
+        server_class: of the ps that decides.
         deciding, following: the servers.
         replicas: the gradients that make a step.
         steps: of the input, by their numbers.
     """
 
+    way = support.SYNC_REPLICAS
+    ways_on_several_ps = (support.SEVERAL_PS, support.SYNC_REPLICAS_ON_SEVERAL_PS)
+    server_class = DecidingServer
+    origin: SyncReplicasOrigin
     servers: Sequence[DecidingServer | FollowingServer]
 
-    def __init__(self, spec: GraphsSpec, replicas: int, server_class: type[DecidingServer]) -> None:
-        self.replicas, self._server_class = replicas, server_class
-        super().__init__(spec)
+    @classmethod
+    def check_model(cls, context: TaskContext, step: Step) -> str:
+        name = context.source.name
+        support.check_step(support.SYNC_REPLICAS, name, step)
+        if context.config.batches_per_update(context.cluster.num_workers) == 1:
+            return ""
+        support.check_step(support.SEVERAL, name, step)
+        support.check_step(support.SEVERAL_REPLICAS, name, step)
+        return check_batches(name, step, context.splits, gathers=False)
 
-    def restore(self, origin: SyncReplicasOrigin) -> None:
-        self.deciding.restore(origin.step, origin.aggregated, origin.dropped)
+    @classmethod
+    def why_no_rows(cls, config: RunConfig, optimizer: keras.Optimizer) -> str:
+        # The optimizer of a ps gets the rows of each table apart.
+        clips = any(inner.global_clipnorm for inner in inner_optimizers(optimizer))
+        return "global_clipnorm is the norm of all gradients together" if clips else ""
+
+    def restore(self) -> None:
+        self.deciding.restore(self.origin.step, self.origin.aggregated, self.origin.dropped)
         for server in self.following:
-            server.restore(origin.step)
+            server.restore(self.origin.step)
 
     def read_counters(self) -> None:
         self.deciding.close()
@@ -72,12 +87,14 @@ class SyncReplicasGraphs(PsGraphs):
         pairs = zip(self.step.tables, numbers, strict=True)
         of_parts = {id(part): number for table, number in pairs for part in parts_of(table)}
         (first, own), *others = [(part, [of_parts[id(table)] for table in part.tables]) for part in parts]
-        self.deciding = self._server_class(first, self.replicas, own)
+        self.replicas = self.config.batches_per_update(self.sharding.num_shards)
+        self.deciding = self.server_class(first, self.replicas, own)
         self.following = [FollowingServer(*other) for other in others]
         self.servers = [self.deciding, *self.following]
 
-    def _make_input(self, spec: GraphsSpec) -> Input:
-        self.steps, self._offsets = NumberedSteps(spec.sharding, spec.origin.begin), spec.origin.offsets
+    def _make_input(self, start: Snapshot | None) -> Input:
+        self.origin = SyncReplicasOrigin.of(start, self.sharding)
+        self.steps = NumberedSteps(self.sharding, self.origin.begin)
         return self._batches_with_shares
 
     def _batches_with_shares(self, worker: tf.Tensor, numbers: tf.Tensor) -> Batches:
@@ -121,7 +138,7 @@ class SyncReplicasGraphs(PsGraphs):
 
     def _begin(self, num_steps: int, worker: tf.Tensor, *limit: tf.Tensor) -> PsCall:
         local_steps = self.deciding.pushed_by(worker)[0]
-        first = own_number(self._offsets, worker, local_steps)
+        first = own_number(self.origin.offsets, worker, local_steps)
         return PsCall(worker, local_steps, first + tf.range(num_steps, dtype=tf.int64))
 
     def _pull(self, call: PsCall, requests: list[Request]) -> list[WireTensors]:
@@ -215,45 +232,10 @@ class SyncReplicasScheduler(Scheduler):
         return longest_silence(self.steps_per_sec, 1, self.grace_secs)
 
 
-class SyncReplicasRule(UpdateRule):
-    """An update is the mean of the first K gradients of a step.
-
-    Attributes:
-        server_class: of the ps that decides.
-        replicas: K.
-    """
-
-    way, scheduler_class = support.SYNC_REPLICAS, SyncReplicasScheduler
-    ways_on_several_ps = (support.SEVERAL_PS, support.SYNC_REPLICAS_ON_SEVERAL_PS)
-    server_class = DecidingServer
-
-    def __init__(self, config: RunConfig, cluster: Cluster) -> None:
-        self.replicas = config.batches_per_update(cluster.num_workers)
-
-    def check_model(self, name: str, step: Step, splits: data.Splits) -> str:
-        support.check_step(support.SYNC_REPLICAS, name, step)
-        if self.replicas == 1:
-            return ""
-        support.check_step(support.SEVERAL, name, step)
-        support.check_step(support.SEVERAL_REPLICAS, name, step)
-        return check_batches(name, step, splits, gathers=False)
-
-    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
-        # The optimizer of a ps gets the rows of each table apart.
-        clips = any(inner.global_clipnorm for inner in inner_optimizers(optimizer))
-        return "global_clipnorm is the norm of all gradients together" if clips else ""
-
-    def make_graphs(self, spec: GraphsSpec) -> SyncReplicasGraphs:
-        return SyncReplicasGraphs(spec, self.replicas, self.server_class)
-
-    def origin(self, start: Snapshot | None, sharding: Sharding, num_metrics: int) -> SyncReplicasOrigin:
-        return SyncReplicasOrigin.of(start, sharding)
-
-
 class SyncReplicasLoop(PsLoop):
     """The loop of mode=sync_replicas, in which a global step is the mean of K gradients."""
 
-    mode, rule_class = "sync_replicas", SyncReplicasRule
+    mode, graphs_class, scheduler_class = "sync_replicas", SyncReplicasGraphs, SyncReplicasScheduler
     _graphs: SyncReplicasGraphs
     _scheduler: SyncReplicasScheduler
     _origin: SyncReplicasOrigin
