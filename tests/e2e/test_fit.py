@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tf2dist
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 
 ONE = tf2dist.Local(workers=1, ps=1)
 RNG = np.random.default_rng(0)

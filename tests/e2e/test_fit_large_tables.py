@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import tf2dist
-from tf2dist.tf_internals import seeds_of
+from tf2dist.tf_internals.keras import seeds_of
 
 ROWS, WIDTH = 300_000, 16  # 19 MB, and as much for what Adagrad keeps
 TABLE_BYTES = 4 * ROWS * WIDTH

@@ -9,7 +9,7 @@ import pytest
 
 import tf2dist
 from tests.replica.own_steps import SIZE, Critic, Distiller, Gan
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(0, 255, (120, 28, 28, 1)).astype("uint8")

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tf2dist
 from tests.e2e.test_fit import ONE, X, Y, assert_same, regression, weights_agree
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 
 THREE = tf2dist.Local(workers=3, ps=1)
 MODES = ["async", "sync"]

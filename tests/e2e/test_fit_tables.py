@@ -9,7 +9,7 @@ import pytest
 
 import tf2dist
 from tests.e2e.test_fit import assert_same, weights_agree
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 
 THREE = tf2dist.Local(workers=3, ps=1)
 SEED = 5

@@ -20,7 +20,7 @@ import tensorflow as tf
 import tf2dist
 from tests.conftest import Command, ended, our_processes, start_module, wait_until
 from tf2dist.data.loading import make_impressions
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 
 pytestmark = pytest.mark.timeout(900)  # several runs of some 10 s, each with a limit of its own
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import keras
 
-from tf2dist import tf_internals
+from tf2dist.tf_internals.keras import build_metrics
 
 # The private base classes in which Keras defines these methods for all optimizers and for all models.
 BASE_OPTIMIZER = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "_get_variable_index" in vars(kind))
@@ -45,7 +45,7 @@ BATCH = tuple(keras.KerasTensor((None, size)) for size in (3, 1, 2))
 
 def model_with_metrics() -> keras.Model:
     model = compiled_model()
-    tf_internals.build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
+    build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
     return model
 
 

@@ -23,7 +23,7 @@ from tf2dist.launch.console import Console
 from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLauncher
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.inbox import Inbox
-from tf2dist.tf_internals import fresh_names, seeds_of
+from tf2dist.tf_internals.keras import fresh_names, seeds_of
 from tf2dist.training.hooks import CallbackEffects, LauncherHooks
 
 

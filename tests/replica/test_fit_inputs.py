@@ -15,7 +15,7 @@ from tf2dist.data.pipeline import of_arrays
 from tf2dist.errors import ConfigError, FitError
 from tf2dist.fitting import inputs
 from tf2dist.fitting.request import FitArguments, checked, data_of, training_set, validation_set
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 
 pandas = pytest.importorskip("pandas")
 N = 12

@@ -22,7 +22,7 @@ from tf2dist.model import builtin, packing
 from tf2dist.model.source import build_step, built_model
 from tf2dist.model.step import Step
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.tf_internals import seeds_of
+from tf2dist.tf_internals.keras import seeds_of
 
 TIMEOUT_SECS = 360.0  # the workers of one fixture train all models
 pytestmark = pytest.mark.timeout(TIMEOUT_SECS + 60)

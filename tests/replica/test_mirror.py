@@ -16,7 +16,7 @@ from tf2dist.errors import FitError
 from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.source import EpochPlan
-from tf2dist.tf_internals import inner_optimizers, learning_rate_of
+from tf2dist.tf_internals.keras import inner_optimizers, learning_rate_of
 from tf2dist.training.finished_model import fill, saved_variables
 
 

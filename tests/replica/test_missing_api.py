@@ -27,10 +27,45 @@ from tests.replica.keras_objects import (
     several_optimizers,
     shared_random_model,
 )
-from tf2dist import tf_internals
 from tf2dist.errors import InstallationError
 from tf2dist.tf_constants import KERAS_DEFAULTS
-from tf2dist.tf_internals.probes import with_context
+from tf2dist.tf_internals.keras import (
+    build_metrics,
+    compute_loss,
+    config_of,
+    count_updates_in,
+    counter_of,
+    fix_learning_rate,
+    fresh_names,
+    groups_of,
+    layers_of,
+    learning_rate_of,
+    leave_losses_unscaled,
+    loss_tracker_of,
+    losses_of,
+    momentums,
+    output_trackers_of,
+    place_of,
+    scale_learning_rate,
+    seeds_of,
+    trained_variables,
+    undecayed,
+    velocities,
+)
+from tf2dist.tf_internals.live_tasks import LiveTasks
+from tf2dist.tf_internals.probes import missing, with_context
+from tf2dist.tf_internals.tensorflow import (
+    as_one_node,
+    body_of,
+    keep_threads_from_spinning,
+    outside_strategies,
+    publish_functions,
+    replace_custom_gradients,
+    use_coordination_service,
+    wait_at_barrier,
+    watches_variables,
+)
+from tf2dist.tf_internals.variables import PartitionedVariable
 
 SERVICE = ("/job:worker/replica:0/task:0", {"worker": 1}, 1.0, 1.0)
 
@@ -43,11 +78,11 @@ HANDLER = cluster_coordinator.WorkerPreemptionHandler
 
 def follow_workers(handler: Any) -> None:
     coordinator: Any = SimpleNamespace(_cluster=SimpleNamespace(failure_handler=handler))
-    with_context(context.Context(), tf_internals.LiveTasks, 1, set).follow(coordinator)
+    with_context(context.Context(), LiveTasks, 1, set).follow(coordinator)
 
 
 def leave_strategies(graph: type[tf.Graph]) -> None:
-    with graph().as_default(), tf_internals.outside_strategies():
+    with graph().as_default(), outside_strategies():
         pass
 
 
@@ -56,7 +91,7 @@ QUICK = {names: probe for names, probe in probes.PROBES.items() if names != (tf,
 
 
 def test_nothing_is_missing() -> None:
-    assert tf_internals.missing(probes.PROBES) == []
+    assert missing(probes.PROBES) == []
 
 
 class MissingApi(NamedTuple):
@@ -83,25 +118,25 @@ MISSING = [
         "idle tasks would spin on the cores that others need",
         context.Context,
         "_config",
-        lambda own: with_context(own, tf_internals.keep_threads_from_spinning),
+        lambda own: with_context(own, keep_threads_from_spinning),
     ),
     MissingApi(
         "the first worker would wait an hour for the others",
         lambda: context.Context,
         "configure_coordination_service",
-        lambda _: with_context(context.Context(), tf_internals.use_coordination_service, *SERVICE),
+        lambda _: with_context(context.Context(), use_coordination_service, *SERVICE),
     ),
     MissingApi(
         "the first worker would wait an hour for the others",
         lambda: context.Context,
         "coordination_service",
-        lambda _: with_context(context.Context(), tf_internals.use_coordination_service, *SERVICE),
+        lambda _: with_context(context.Context(), use_coordination_service, *SERVICE),
     ),
     MissingApi(
         "a worker that is done would exit while the others are in the middle of a step",
         lambda: context.Context,
         "wait_at_barrier",
-        lambda _: tf_internals.wait_at_barrier("end", 1.0),
+        lambda _: wait_at_barrier("end", 1.0),
     ),
     *(
         MissingApi(
@@ -127,152 +162,140 @@ MISSING = [
         "a function in a model would keep the tensors of another step",
         lambda: tf.function(lambda: None),
         "_autograph",
-        tf_internals.body_of,
+        body_of,
     ),
     MissingApi(
         "a tape that watches some variables would have gradients for all",
         tf.GradientTape,
         "_watch_accessed_variables",
-        tf_internals.watches_variables,
+        watches_variables,
     ),
     MissingApi(
         "what keras.remat computes a second time would not be trained",
         lambda: custom_gradient,
         "_graph_mode_decorator",
-        lambda _: tf_internals.replace_custom_gradients(print),
+        lambda _: replace_custom_gradients(print),
     ),
     MissingApi(
         "workers could not read their own examples",
         lambda: script_ops,
         "_py_funcs",
-        lambda _: tf_internals.publish_functions({}),
+        lambda _: publish_functions({}),
     ),
     MissingApi(
         "workers could not read their own examples",
         lambda: script_ops._py_funcs,
         "_funcs",
-        lambda _: tf_internals.publish_functions({}),
+        lambda _: publish_functions({}),
     ),
     MissingApi(
         "a checkpoint could not name the optimizer's variables",
         built_optimizer,
         "_trainable_variables",
-        tf_internals.trained_variables,
+        trained_variables,
     ),
-    MissingApi(
-        "concurrent updates of Adam would interleave on a ps", built_optimizer, "_momentums", tf_internals.momentums
-    ),
-    MissingApi(
-        "concurrent updates of Adam would interleave on a ps", built_optimizer, "_velocities", tf_internals.velocities
-    ),
+    MissingApi("concurrent updates of Adam would interleave on a ps", built_optimizer, "_momentums", momentums),
+    MissingApi("concurrent updates of Adam would interleave on a ps", built_optimizer, "_velocities", velocities),
     MissingApi(
         "a fused kernel would not find the slots of a weight",
         lambda: BASE_OPTIMIZER,
         "_get_variable_index",
-        lambda _: tf_internals.place_of(built_optimizer(), None),
+        lambda _: place_of(built_optimizer(), None),
     ),
     MissingApi(
         "Adam's bias correction would follow a wrong number of updates",
         built_optimizer,
         "_iterations",
-        lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0)),
+        lambda optimizer: count_updates_in(optimizer, keras.Variable(0)),
     ),
-    MissingApi(
-        "the optimizer of a resumed run would begin at 0", built_optimizer, "_iterations", tf_internals.counter_of
-    ),
-    MissingApi(
-        "the reported learning rate would be wrong", built_optimizer, "_learning_rate", tf_internals.learning_rate_of
-    ),
-    MissingApi(
-        "a schedule of the user's own could not be copied", built_optimizer, "_learning_rate", tf_internals.config_of
-    ),
+    MissingApi("the optimizer of a resumed run would begin at 0", built_optimizer, "_iterations", counter_of),
+    MissingApi("the reported learning rate would be wrong", built_optimizer, "_learning_rate", learning_rate_of),
+    MissingApi("a schedule of the user's own could not be copied", built_optimizer, "_learning_rate", config_of),
     MissingApi(
         "weights that are excluded from the decay would decay",
         lambda: BASE_OPTIMIZER,
         "_use_weight_decay",
-        lambda _: tf_internals.undecayed(built_optimizer(), [keras.Variable(0.0)]),
+        lambda _: undecayed(built_optimizer(), [keras.Variable(0.0)]),
     ),
     MissingApi(
         "a layer would be trained by the optimizer of another",
         several_optimizers,
         "_optimizer_map",
-        lambda optimizer: tf_internals.groups_of(optimizer, [keras.Variable(0.0)]),
+        lambda optimizer: groups_of(optimizer, [keras.Variable(0.0)]),
     ),
     MissingApi(
         "a layer would be trained by the optimizer of another",
         lambda: several_optimizers(keras.Variable(0.0)),
         "_var_to_optimizer_idx",
-        lambda optimizer: tf_internals.groups_of(optimizer, tf_internals.trained_variables(optimizer)),
+        lambda optimizer: groups_of(optimizer, trained_variables(optimizer)),
     ),
     MissingApi(
         "a model that was trained before could not be built with cut variables",
         lambda: tf.Variable([0.0]),
         "_distribute_strategy",
-        lambda part: tf_internals.PartitionedVariable([part])._distribute_strategy,
+        lambda part: PartitionedVariable([part])._distribute_strategy,
     ),
-    MissingApi(
-        "each update would read the learning rate", built_optimizer, "_learning_rate", tf_internals.fix_learning_rate
-    ),
+    MissingApi("each update would read the learning rate", built_optimizer, "_learning_rate", fix_learning_rate),
     MissingApi(
         "stale updates would count as much as others",
         lambda: BASE_OPTIMIZER,
         "_get_current_learning_rate",
-        lambda _: tf_internals.scale_learning_rate(built_optimizer(), lambda: 0.5),
+        lambda _: scale_learning_rate(built_optimizer(), lambda: 0.5),
     ),
     MissingApi(
         "a loss that is one number for a batch would count several times",
         lambda: loss,
         "scale_loss_for_distribution",
-        lambda _: tf_internals.leave_losses_unscaled(),
+        lambda _: leave_losses_unscaled(),
     ),
     MissingApi(
         "synchronized layers would be overlooked",
         lambda: (shared_random_model(), keras.Layer)[1],
         "_flatten_layers",
-        lambda _: tf_internals.layers_of(shared_random_model()),
+        lambda _: layers_of(shared_random_model()),
     ),
     MissingApi(
         "dropout would drop the same units on every worker, or fail",
         random_model,
         "_seed_generators",
-        tf_internals.seeds_of,
+        seeds_of,
     ),
     MissingApi(
         "the metrics would have no variables to sum",
         lambda: TRAINER,
         "_symbolic_build",
-        lambda _: tf_internals.build_metrics(compiled_model(), (BATCH[0], list(BATCH[1:]), None)),
+        lambda _: build_metrics(compiled_model(), (BATCH[0], list(BATCH[1:]), None)),
     ),
     MissingApi(
         "a compute_loss without the argument training would be refused",
         lambda: TRAINER,
         "_compute_loss",
-        lambda _: tf_internals.compute_loss(keras.Sequential(), None, None, None, None, training=True),
+        lambda _: compute_loss(keras.Sequential(), None, None, None, None, training=True),
     ),
-    MissingApi("the loss would not be averaged", model_with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
+    MissingApi("the loss would not be averaged", model_with_metrics, "_loss_tracker", loss_tracker_of),
     MissingApi(
         "losses that cannot be split among workers would be accepted",
         model_with_metrics,
         "_compile_loss",
-        tf_internals.losses_of,
+        losses_of,
     ),
     MissingApi(
         "the losses of single outputs would be averaged wrongly",
         model_with_metrics,
         "_compile_loss",
-        tf_internals.output_trackers_of,
+        output_trackers_of,
     ),
     MissingApi(
         "losses that cannot be split among workers would be accepted",
         lambda: model_with_metrics()._compile_loss,
         "_flat_losses",
-        lambda loss: tf_internals.losses_of(SimpleNamespace(_compile_loss=loss)),
+        lambda loss: losses_of(SimpleNamespace(_compile_loss=loss)),
     ),
     MissingApi(
         "the caller's model and those of its tasks would have different names",
         lambda: global_state,
         "get_global_attribute",
-        lambda _: tf_internals.fresh_names().__enter__(),
+        lambda _: fresh_names().__enter__(),
     ),
 ]
 
@@ -291,13 +314,13 @@ def test_a_missing_name_is_reported(monkeypatch: pytest.MonkeyPatch, missing: Mi
 
 
 KINDS = [
-    (lambda: script_ops._py_funcs, "_funcs", lambda _: tf_internals.publish_functions({})),
-    (context.Context, "_config", lambda own: with_context(own, tf_internals.keep_threads_from_spinning)),
-    (built_optimizer, "_momentums", tf_internals.momentums),
-    (built_optimizer, "_iterations", lambda optimizer: tf_internals.count_updates_in(optimizer, keras.Variable(0))),
-    (built_optimizer, "_learning_rate", tf_internals.fix_learning_rate),
-    (model_with_metrics, "_loss_tracker", tf_internals.loss_tracker_of),
-    (model_with_metrics, "_compile_loss", tf_internals.losses_of),
+    (lambda: script_ops._py_funcs, "_funcs", lambda _: publish_functions({})),
+    (context.Context, "_config", lambda own: with_context(own, keep_threads_from_spinning)),
+    (built_optimizer, "_momentums", momentums),
+    (built_optimizer, "_iterations", lambda optimizer: count_updates_in(optimizer, keras.Variable(0))),
+    (built_optimizer, "_learning_rate", fix_learning_rate),
+    (model_with_metrics, "_loss_tracker", loss_tracker_of),
+    (model_with_metrics, "_compile_loss", losses_of),
 ]
 
 
@@ -317,7 +340,7 @@ def test_an_unknown_function_attribute_is_reported(monkeypatch: pytest.MonkeyPat
     known = attributes.POLYMORPHIC_FUNCTION_ALLOWLIST - {"_noinline"}
     monkeypatch.setattr(attributes, "POLYMORPHIC_FUNCTION_ALLOWLIST", known)
     with pytest.raises(InstallationError, match="has no _noinline "):
-        tf_internals.as_one_node(lambda: None)
+        as_one_node(lambda: None)
 
 
 def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +354,7 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(context.Context, "coordination_service", property(copy_of))
     with pytest.raises(InstallationError, match=r"Context\.coordination_service"):
-        with_context(context.Context(), tf_internals.use_coordination_service, *SERVICE)
+        with_context(context.Context(), use_coordination_service, *SERVICE)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +411,7 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
 )
 def test_the_probes_report_another_wording(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, line: str) -> None:
     monkeypatch.setattr(name, value)
-    (told,) = tf_internals.missing(probes.PROBES if name.endswith(".OF_TENSORFLOW") else QUICK)
+    (told,) = missing(probes.PROBES if name.endswith(".OF_TENSORFLOW") else QUICK)
     package = line.partition(" ")[0]
     assert told.startswith(line.replace("{}", {"keras": keras, "tensorflow": tf}[package].__version__, 1))
 
@@ -396,7 +419,7 @@ def test_the_probes_report_another_wording(monkeypatch: pytest.MonkeyPatch, name
 @pytest.mark.parametrize("name", ["KERAS_FRAME", "COLOURS", "TRACED"])
 def test_the_probes_report_another_form_of_reasons(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(f"tf2dist.errors.{name}", "another" if name == "TRACED" else ANOTHER)
-    (told,) = tf_internals.missing(QUICK)
+    (told,) = missing(QUICK)
     assert "has no error 'Exception encountered when calling ...'" in told
 
 
@@ -405,7 +428,7 @@ def test_the_probes_report_other_settings_in_keras_json(monkeypatch: pytest.Monk
     other = "KERAS_FOLDER" if name == "KERAS_HOME" else KERAS_DEFAULTS | {"epsilon": 1e-6}
     for module in ("tf2dist.config.load", "tests.replica.probes"):
         monkeypatch.setattr(f"{module}.{name}", other)
-    (told,) = tf_internals.missing(QUICK)
+    (told,) = missing(QUICK)
     assert "has no settings in keras.json" in told
 
 
@@ -422,7 +445,7 @@ def test_the_probes_report_other_settings_in_keras_json(monkeypatch: pytest.Monk
 )
 def test_the_probes_report_what_is_missing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     monkeypatch.delattr(owner, name)
-    lines = tf_internals.missing(QUICK)
+    lines = missing(QUICK)
     assert lines
     assert any(name in line for line in lines), lines
     assert len(lines) <= 3, "everything else exists"

@@ -26,7 +26,7 @@ from tf2dist.model.features import ELEMENTWISE
 from tf2dist.model.shards import all_parts, joined, parts_of
 from tf2dist.model.source import RegisteredSource
 from tf2dist.process import placement
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 from tf2dist.training.hooks import CallbackEffects
 
 MakeLoop = Callable[..., Any]

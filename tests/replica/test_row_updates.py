@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tf2dist.model.tables import apply_rows, can_be_lazy, is_exact_by_row
-from tf2dist.tf_internals import count_updates_in
+from tf2dist.tf_internals.keras import count_updates_in
 from tf2dist.training.parameter_server.server import UpdateNumber
 from tf2dist.training.parameter_server.storage import make_atomic
 

@@ -27,7 +27,7 @@ from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.shards import parts_of
 from tf2dist.model.source import EpochPlan, build_step
 from tf2dist.testing import SyncWorker, SyncWorkers
-from tf2dist.tf_internals import groups_of, set_learning_rates
+from tf2dist.tf_internals.keras import groups_of, set_learning_rates
 from tf2dist.training.finished_model import describe, write_model
 from tf2dist.training.report import LearningRates
 

@@ -25,7 +25,7 @@ from tf2dist.model.builtin import build_optimizer
 from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.shards import row_pieces
 from tf2dist.model.source import EpochPlan, build_step
-from tf2dist.tf_internals import fresh_names
+from tf2dist.tf_internals.keras import fresh_names
 from tf2dist.training import evaluator as evaluator_module
 from tf2dist.training.evaluator import Evaluator, follow
 

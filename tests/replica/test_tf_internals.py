@@ -12,8 +12,26 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
 from tests.replica.keras_objects import BATCH, built_optimizer, compiled_model, random_model
-from tf2dist import tf_internals
+from tf2dist.tf_internals.keras import (
+    build_metrics,
+    count_updates_in,
+    fix_learning_rate,
+    fresh_names,
+    layers_of,
+    learning_rate_of,
+    loss_tracker_of,
+    losses_of,
+    mask_of,
+    momentums,
+    output_trackers_of,
+    place_of,
+    seeds_of,
+    trained_variables,
+    velocities,
+)
+from tf2dist.tf_internals.live_tasks import LiveTasks
 from tf2dist.tf_internals.probes import with_context
+from tf2dist.tf_internals.tensorflow import as_one_node, publish_functions, use_coordination_service
 
 
 def operations_run(function: Callable[[], Any]) -> list[str]:
@@ -33,7 +51,7 @@ def test_a_function_stays_one_node() -> None:
     def several() -> tf.Tensor:
         return tf.sin(tf.exp(weight * 3.0))
 
-    kept, plain = tf_internals.as_one_node(several), tf.function(several, autograph=False)
+    kept, plain = as_one_node(several), tf.function(several, autograph=False)
     calls = [tf.function(lambda function=function: function() + 1.0, autograph=False) for function in (kept, plain)]
     found = ["Mul" in operations_run(call) for call in calls]
     assert found == [False, True]
@@ -42,7 +60,7 @@ def test_a_function_stays_one_node() -> None:
 def test_the_coordination_service_waits_for_all() -> None:
     own = context.Context()
     arguments = "/job:chief/replica:0/task:0", {"chief": 1, "worker": 3}, 2.5, 7.0
-    with_context(own, tf_internals.use_coordination_service, *arguments)
+    with_context(own, use_coordination_service, *arguments)
     service = own.coordination_service
     assert {job.name: job.num_tasks for job in service.coordinated_job_list} == {"chief": 1, "worker": 3}
     assert (service.cluster_register_timeout_in_ms, service.heartbeat_timeout_in_ms) == (2500, 7000)
@@ -54,7 +72,7 @@ def test_published_functions_are_called_by_name() -> None:
     def twice(value: np.ndarray) -> np.ndarray:
         return 2 * value
 
-    tf_internals.publish_functions({"tf2dist.twice": twice})
+    publish_functions({"tf2dist.twice": twice})
     call = tf.function(lambda: tf.raw_ops.PyFunc(input=[3], token="tf2dist.twice", Tout=[tf.int32]), autograph=False)
     assert int(call()[0]) == 6
 
@@ -63,49 +81,49 @@ def test_slots_are_found_by_variable() -> None:
     variables = [keras.Variable([1.0]), keras.Variable([[2.0, 3.0]])]
     optimizer = keras.optimizers.Adam(0.5)
     optimizer.build(variables)
-    assert [id(variable) for variable in tf_internals.trained_variables(optimizer)] == list(map(id, variables))
+    assert [id(variable) for variable in trained_variables(optimizer)] == list(map(id, variables))
     optimizer.apply([tf.constant([1.0]), tf.constant([[2.0, 4.0]])], variables)
-    place = tf_internals.place_of(optimizer, variables[1])
-    np.testing.assert_allclose(tf_internals.momentums(optimizer)[place], [[0.2, 0.4]], rtol=1e-5)
-    np.testing.assert_allclose(tf_internals.velocities(optimizer)[place], [[0.004, 0.016]], rtol=1e-5)
-    assert tf_internals.momentums(built_optimizer(keras.optimizers.RMSprop)) == []
+    place = place_of(optimizer, variables[1])
+    np.testing.assert_allclose(momentums(optimizer)[place], [[0.2, 0.4]], rtol=1e-5)
+    np.testing.assert_allclose(velocities(optimizer)[place], [[0.004, 0.016]], rtol=1e-5)
+    assert momentums(built_optimizer(keras.optimizers.RMSprop)) == []
 
 
 def test_an_optimizer_counts_updates_in_the_given_variable() -> None:
     optimizer, counter = keras.optimizers.Adam(0.5), keras.Variable(7, dtype="int64")
-    tf_internals.count_updates_in(optimizer, counter)
+    count_updates_in(optimizer, counter)
     optimizer.apply([tf.constant(1.0)], [keras.Variable(0.0)])
     assert int(counter) == int(optimizer.iterations) == 8
 
 
 def test_a_fixed_learning_rate_is_a_number() -> None:
     optimizer = built_optimizer(keras.optimizers.SGD)
-    tf_internals.fix_learning_rate(optimizer)
-    assert tf_internals.learning_rate_of(optimizer) == 0.5
-    (weight,) = tf_internals.trained_variables(optimizer)
+    fix_learning_rate(optimizer)
+    assert learning_rate_of(optimizer) == 0.5
+    (weight,) = trained_variables(optimizer)
     optimizer.apply([tf.constant([1.0, 1.0])])
     np.testing.assert_allclose(weight, [0.5, 1.5])
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
     scheduled = built_optimizer(lambda learning_rate: keras.optimizers.SGD(schedule))
-    tf_internals.fix_learning_rate(scheduled)
-    assert tf_internals.learning_rate_of(scheduled) is schedule
+    fix_learning_rate(scheduled)
+    assert learning_rate_of(scheduled) is schedule
 
 
 def test_nested_layers_and_their_seeds_are_found() -> None:
     model = random_model()
-    names = [type(layer).__name__ for layer in tf_internals.layers_of(model)]
+    names = [type(layer).__name__ for layer in layers_of(model)]
     assert {"Dropout", "Dense", "GaussianNoise"} < set(names)
-    seeds = tf_internals.seeds_of(model)
+    seeds = seeds_of(model)
     assert len(seeds) == 2
     assert {id(seed) for seed in seeds} == {id(variable) for variable in model.non_trainable_variables}
 
 
 def test_losses_and_metrics_are_built_without_a_batch() -> None:
     model = compiled_model()
-    tf_internals.build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
-    assert [loss.reduction for loss in tf_internals.losses_of(model)] == ["sum_over_batch_size", "sum"]
-    tracker, *others = model.metrics_variables[:2], *tf_internals.output_trackers_of(model)
-    assert [id(v) for v in tf_internals.loss_tracker_of(model).variables] == list(map(id, tracker))
+    build_metrics(model, (BATCH[0], list(BATCH[1:]), None))
+    assert [loss.reduction for loss in losses_of(model)] == ["sum_over_batch_size", "sum"]
+    tracker, *others = model.metrics_variables[:2], *output_trackers_of(model)
+    assert [id(v) for v in loss_tracker_of(model).variables] == list(map(id, tracker))
     assert len(others) == 2
     assert len(model.metrics_variables) == 2 * (1 + 2 + 1), (
         "a sum and a count for each: the loss, the loss of each output, mae"
@@ -123,7 +141,7 @@ def test_masks_follow_the_outputs() -> None:
     @tf.function(autograph=False)
     def call(words: tf.Tensor) -> None:
         embedded = layers(words)
-        found.extend([tf_internals.mask_of(embedded), tf_internals.mask_of(embedded * 1.0)])
+        found.extend([mask_of(embedded), mask_of(embedded * 1.0)])
 
     call(tf.constant([[1, 0, 2]]))
     assert (found[0].dtype, found[0].shape.as_list(), found[1]) == (tf.bool, [1, 3], None)
@@ -131,7 +149,7 @@ def test_masks_follow_the_outputs() -> None:
 
 def test_names_restart_in_the_block_and_continue_after_it() -> None:
     before = keras.layers.Dense(1).name
-    with tf_internals.fresh_names():
+    with fresh_names():
         assert [keras.layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
     after = keras.layers.Dense(1).name
     assert int(after.rpartition("_")[2]) == 1 + int(f"0{before.removeprefix('dense').removeprefix('_')}")
@@ -152,7 +170,7 @@ class FakeContext:
 def test_a_worker_that_comes_must_listen_for_a_while() -> None:
     """A process that ends may close its connections before its port, and TensorFlow would wait for it without end."""
     there, own = {0}, FakeContext()
-    live_tasks = with_context(own, tf_internals.LiveTasks, 3, lambda workers: there.intersection(workers))
+    live_tasks = with_context(own, LiveTasks, 3, lambda workers: there.intersection(workers))
     cluster = tf.train.ClusterSpec({"worker": ["a:1", "a:2", "a:3"]}).as_cluster_def()
     with live_tasks.connecting():
         own.set_server_def(tf.train.ServerDef(cluster=cluster))

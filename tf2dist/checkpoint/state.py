@@ -28,7 +28,7 @@ from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.model.features import finalizes
 from tf2dist.model.shards import Part, assign_piece, joined, parts_of, read_piece, row_pieces
 from tf2dist.registry import DATA_OF_FIT
-from tf2dist.tf_internals import (
+from tf2dist.tf_internals.keras import (
     counter_of,
     counters_of,
     inner_optimizers,

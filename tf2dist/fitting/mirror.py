@@ -17,7 +17,7 @@ from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step, updates_per_step
 from tf2dist.model.source import make_variables
 from tf2dist.model.step import OUTSIDE, generators, read_directly
-from tf2dist.tf_internals import (
+from tf2dist.tf_internals.keras import (
     build_metrics,
     config_of,
     counters_of,

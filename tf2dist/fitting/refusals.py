@@ -13,7 +13,7 @@ from tf2dist.config.schema import MODES
 from tf2dist.errors import FitError, kind_of
 from tf2dist.linux import free_memory
 from tf2dist.model import support
-from tf2dist.tf_internals import profiles
+from tf2dist.tf_internals.keras import profiles
 
 # What the function of `data=load` does instead of these arguments.
 ALTERNATIVES = {

@@ -43,7 +43,7 @@ from tf2dist.model.own_step import OwnStep, has_own_step, optimizers_of
 from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer, texts_in
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.tables_in_files import Tables
-from tf2dist.tf_internals import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
+from tf2dist.tf_internals.keras import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
 
 JOB, MODEL, TABLES, BUILD, CUSTOM = "job.json", "model", "tables", "build.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"

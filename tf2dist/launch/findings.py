@@ -181,8 +181,8 @@ print(json.dumps([gpu.name for gpu in tf.config.list_physical_devices("GPU")]))
 """
 TRY_INTERNALS = """
 import json, os, sys
-from tf2dist import tf_internals
-print(json.dumps(tf_internals.missing()))
+from tf2dist.tf_internals.probes import missing
+print(json.dumps(missing()))
 sys.stdout.flush()
 os._exit(0)
 """

@@ -19,7 +19,7 @@ from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.recurrence import reached_from, recurrence_of
 from tf2dist.model.shards import by_id
 from tf2dist.model.step import Step, step_place
-from tf2dist.tf_internals import layers_of, may_mix_examples
+from tf2dist.tf_internals.keras import layers_of, may_mix_examples
 
 SIZES = (2, 4)  # of the two batches; they differ, so that a mean over the batches is none over the examples
 TOLERANCE = 1e-3  # relative

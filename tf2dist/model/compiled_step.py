@@ -15,7 +15,7 @@ from tf2dist.model.scopes import CallScope, inlining, is_zero, recording
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Mapping, Step, StepOutput, is_own, without_padding
 from tf2dist.model.tables import LookupScope, TableLookups
-from tf2dist.tf_internals import build_metrics, compute_loss, losses_of, mask_of, may_mix_examples
+from tf2dist.tf_internals.keras import build_metrics, compute_loss, losses_of, mask_of, may_mix_examples
 
 MEANS = ("sum_over_batch_size", "mean")  # the reductions of losses that are means over the examples
 WEIGHTED_MEAN = "mean_with_sample_weight"  # that of a mean which is divided by the weights of the examples

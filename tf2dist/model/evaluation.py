@@ -12,7 +12,7 @@ from tf2dist.model.batch_dependence import mixes_examples
 from tf2dist.model.metrics import Metrics, Results, scalars_of
 from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import Step
-from tf2dist.tf_internals import inputs_of
+from tf2dist.tf_internals.keras import inputs_of
 
 MAX_CHUNK = 1000  # examples for each forward pass
 MAX_CHUNK_BYTES = 4 << 20  # of their arrays as float32; the activations of a model take some ten times as much

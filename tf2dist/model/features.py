@@ -10,7 +10,7 @@ import numpy as np
 from tf2dist.model.compiled_step import MEANS, WEIGHTED_MEAN, CompiledStep
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Step
-from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of, seeds_of, state_of
+from tf2dist.tf_internals.keras import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of, seeds_of, state_of
 
 # Their update of an element depends on this element of the gradient and of the slots alone, so parts of a variable can
 # be updated apart. Not so where an update depends on a norm over the variable (Lamb, Muon) or on its rows and columns

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf2dist.errors import ConfigError
 from tf2dist.linux import process_wide
 from tf2dist.model.scopes import current_scope, inlines
-from tf2dist.tf_internals import body_of, replace_custom_gradients
+from tf2dist.tf_internals.tensorflow import body_of, replace_custom_gradients
 
 
 def prepare_process() -> None:

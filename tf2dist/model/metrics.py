@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.model.scopes import inlining
-from tf2dist.tf_internals import loss_tracker_of, output_trackers_of
+from tf2dist.tf_internals.keras import loss_tracker_of, output_trackers_of
 
 Results = dict[str, float]
 

@@ -17,7 +17,7 @@ from tf2dist.model.batch_dependence import Dependence, StateChange, loss_depende
 from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.step import Step, is_own
-from tf2dist.tf_internals import ScheduleFreeAdamW, groups_of, inner_optimizers, inputs_of, layers_of
+from tf2dist.tf_internals.keras import ScheduleFreeAdamW, groups_of, inner_optimizers, inputs_of, layers_of
 
 CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy)
 # Methods of a model by which only Keras trains and validates, each with where its work belongs.

@@ -7,7 +7,7 @@ import keras
 
 from tf2dist.errors import ConfigError, kind_of, reason_of
 from tf2dist.model.copies import PLAIN, different_attribute
-from tf2dist.tf_internals import MultiOptimizer, choose_by_path, counter_of, groups_of, inner_optimizers
+from tf2dist.tf_internals.keras import MultiOptimizer, choose_by_path, counter_of, groups_of, inner_optimizers
 
 AROUND_OTHERS = (MultiOptimizer, keras.optimizers.LossScaleOptimizer)
 

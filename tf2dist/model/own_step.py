@@ -17,7 +17,7 @@ from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.scopes import WAY_OUT, TrainScope, Update, building, intercept_updates, is_zero
 from tf2dist.model.step import Mapping, Step, StepOutput, Trace, is_own, without_padding
 from tf2dist.model.tables import TableLookups
-from tf2dist.tf_internals import MultiOptimizer, counter_of, groups_of, inner_optimizers
+from tf2dist.tf_internals.keras import MultiOptimizer, counter_of, groups_of, inner_optimizers
 
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")  # methods of a model by which `fit` would train it
 # By id of a tensor: it, the metric whose result it is, and its name if the metric has several results.

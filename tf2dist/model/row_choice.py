@@ -8,7 +8,7 @@ from tf2dist.config.checks import LAZY_ROWS
 from tf2dist.errors import ConfigError
 from tf2dist.model.step import Step
 from tf2dist.model.tables import can_be_lazy, is_exact_by_row
-from tf2dist.tf_internals import groups_of
+from tf2dist.tf_internals.keras import groups_of
 
 XLA_HAS_NO_ROWS = "devices.xla compiles a step for each number of rows"
 

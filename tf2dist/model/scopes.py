@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from tf2dist.errors import ConfigError
 from tf2dist.linux import process_wide
-from tf2dist.tf_internals import trained_variables, watches_variables
+from tf2dist.tf_internals.keras import trained_variables
+from tf2dist.tf_internals.tensorflow import watches_variables
 
 WAY_OUT = "pass it as an argument to the function that uses it"  # if a gradient is zero here and not in Keras
 

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.tf_internals import PartitionedVariable, groups_of
+from tf2dist.tf_internals.keras import groups_of
+from tf2dist.tf_internals.variables import PartitionedVariable
 
 Values = dict[int, tf.Tensor]  # by id of the part
 # Of the rows of a table that are read or assigned at once. gRPC and TensorFlow hold some ten copies of what is read.

@@ -24,7 +24,7 @@ from tf2dist.model.optimizer_checks import check_copy, check_optimizer, has_trai
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.shards import all_parts
 from tf2dist.model.step import Step
-from tf2dist.tf_internals import MultiOptimizer, compute_loss, config_of, undecayed, with_inner
+from tf2dist.tf_internals.keras import MultiOptimizer, compute_loss, config_of, undecayed, with_inner
 
 
 @dataclass(frozen=True, kw_only=True)

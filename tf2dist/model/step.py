@@ -16,7 +16,7 @@ from tf2dist.model.recurrence import decay_of, reached_from
 from tf2dist.model.scopes import CallScope
 from tf2dist.model.shards import by_id, keras_variable, parts_of, read_rows
 from tf2dist.model.tables import TableLookups
-from tf2dist.tf_internals import own_layers_of_keras, seeds_of
+from tf2dist.tf_internals.keras import own_layers_of_keras, seeds_of
 
 OUTSIDE = "outside/"  # the names of variables that are not the model's begin so
 WORKER_STRIDE = 1 << 32  # between the seeds of two workers; the seeds of a model's layers are smaller

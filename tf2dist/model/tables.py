@@ -21,17 +21,8 @@ from tf2dist.errors import ConfigError
 from tf2dist.model.packing import is_large
 from tf2dist.model.recurrence import origins_of, reached_from
 from tf2dist.model.scopes import CallScope, current_scope
-from tf2dist.tf_internals import (
-    AtomicRows,
-    Rows,
-    clip_gradient,
-    layers_of,
-    place_of,
-    rows_in_place_of,
-    slots_of,
-    table_of,
-    undecayed,
-)
+from tf2dist.tf_internals.keras import clip_gradient, layers_of, place_of, slots_of, table_of, undecayed
+from tf2dist.tf_internals.variables import AtomicRows, Rows, rows_in_place_of
 
 MAX_ROWS = 2**31 - 1  # of a table: ids travel as int32
 # Operations of `tf.random` with a state. Those of Keras's layers draw by seeds, which are variables.

@@ -11,7 +11,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import DevicesConfig
 from tf2dist.errors import ConfigError
 from tf2dist.tf_constants import CALL_THREADS
-from tf2dist.tf_internals import keep_threads_from_spinning, limit_gpu_memory, optimize_graphs_for_cpus
+from tf2dist.tf_internals.tensorflow import keep_threads_from_spinning, limit_gpu_memory, optimize_graphs_for_cpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # How many GPUs a SLURM step has on this node, and which of them this task sees, by numbers that no cgroup shifts.

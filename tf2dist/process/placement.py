@@ -20,7 +20,8 @@ import tensorflow as tf
 
 from tf2dist.config.schema import ClusterConfig
 from tf2dist.model.shards import PIECE_BYTES, all_parts
-from tf2dist.tf_internals import PartitionedVariable, new_variable, seed_of
+from tf2dist.tf_internals.keras import new_variable, seed_of
+from tf2dist.tf_internals.variables import PartitionedVariable
 
 PER_COUNTER = 4
 

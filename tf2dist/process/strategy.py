@@ -8,13 +8,15 @@ from collections.abc import Collection
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import tf_internals
 from tf2dist.cluster import reachability
 from tf2dist.cluster.reachability import still_waiting
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ConfigError, TaskLostError
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals.error_texts import late_tasks
+from tf2dist.tf_internals.keras import leave_losses_unscaled
+from tf2dist.tf_internals.live_tasks import LiveTasks
+from tf2dist.tf_internals.tensorflow import exchange, use_coordination_service, wait_at_barrier
 
 LEAVE_TIMEOUT_SECS = 10.0
 _calls = itertools.count()
@@ -43,7 +45,7 @@ def start_server(cluster: Cluster, task: Task, config: tf.compat.v1.ConfigProto)
 
 def parameter_server_strategy(cluster: Cluster, task: Task) -> tf.distribute.ParameterServerStrategy:
     """Connects the coordinator to all ps, which must be listening, and to the workers that are; others may follow."""
-    live_tasks = tf_internals.LiveTasks(cluster.num_workers, functools.partial(_listening, cluster))
+    live_tasks = LiveTasks(cluster.num_workers, functools.partial(_listening, cluster))
     with live_tasks.connecting():
         strategy = tf.distribute.ParameterServerStrategy(_resolver(cluster, task))
     _make_room_for_copies(3 * len(cluster.tasks))
@@ -95,7 +97,7 @@ def multi_worker_mirrored_strategy(
     num_tasks = {job: len(addresses) for job, addresses in cluster.tf_jobs().items()}
     # Before the strategy is made, which would otherwise start the service with its defaults: the first worker would
     # wait an hour for the others.
-    tf_internals.use_coordination_service(
+    use_coordination_service(
         f"/job:{leader.job}/replica:0/task:{leader.index}", num_tasks, timeout_secs, heartbeat_secs
     )
     try:
@@ -108,7 +110,7 @@ def multi_worker_mirrored_strategy(
     _check_equal_gpus(cluster, task, timeout_secs)
     # Otherwise the workers run a collective in every step to find out whether any input has ended, which never happens.
     strategy.extended.experimental_enable_get_next_as_optional = False
-    tf_internals.leave_losses_unscaled()  # the shares of the replicas weight them
+    leave_losses_unscaled()  # the shares of the replicas weight them
     return strategy
 
 
@@ -133,7 +135,7 @@ def from_all(name: str, text: str, cluster: Cluster, task: Task, timeout_secs: f
     # The service takes each name once. All workers count alike, since all of them call this in the same order.
     name, names = f"{next(_calls)}-{name}", [str(other) for other in cluster.training_tasks]
     with heartbeat.announce_silence(timeout_secs):
-        return tf_internals.exchange(name, text, str(task), names, timeout_secs)
+        return exchange(name, text, str(task), names, timeout_secs)
 
 
 def broadcast(strategy: tf.distribute.MultiWorkerMirroredStrategy, packed: bytes) -> bytes:
@@ -173,4 +175,4 @@ def barrier(name: str, timeout_secs: float) -> None:
     """Waits until every synchronous worker has come to the barrier of this name."""
     # The call holds Python's lock until all have come.
     with heartbeat.announce_silence(timeout_secs):
-        tf_internals.wait_at_barrier(name, timeout_secs)
+        wait_at_barrier(name, timeout_secs)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tf2dist.linux import process_wide
 from tf2dist.model.shards import row_pieces
-from tf2dist.tf_internals import dataset_of, table_of
+from tf2dist.tf_internals.keras import dataset_of, table_of
 
 LARGE_BYTES = 16 << 20  # of a table; smaller ones stay in memory
 NOT_FILLED = 0x7FC0AB1E  # the bits of the first number of a table that has no values yet, a NaN

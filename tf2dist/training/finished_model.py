@@ -31,7 +31,7 @@ from tf2dist.model.saved import WEIGHTS
 from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables, large_table_of, put
-from tf2dist.tf_internals import (
+from tf2dist.tf_internals.keras import (
     counters_of,
     inner_optimizers,
     layers_of,

@@ -26,7 +26,7 @@ from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.model_checks import advice_on
 from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import OUTSIDE
-from tf2dist.tf_internals import set_learning_rates
+from tf2dist.tf_internals.keras import set_learning_rates
 from tf2dist.training.hooks import CallbackEffects
 from tf2dist.training.setup import PreparedRun, TaskContext
 

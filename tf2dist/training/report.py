@@ -18,7 +18,7 @@ from tf2dist.data.stream import UNKNOWN_STEPS
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
 from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.metrics import Metrics, scalars_of
-from tf2dist.tf_internals import counter_of, inner_optimizers, learning_rate_of
+from tf2dist.tf_internals.keras import counter_of, inner_optimizers, learning_rate_of
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.writers import JsonlWriter, PatientWriter, RunDescription, TensorBoardWriter, Values
 

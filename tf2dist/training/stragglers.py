@@ -24,7 +24,7 @@ from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.process import heartbeat
 from tf2dist.process.inbox import asked_to_stop
-from tf2dist.tf_internals import publish_functions
+from tf2dist.tf_internals.tensorflow import publish_functions
 from tf2dist.training.loop import MAX_STEPS, steps_in_call_secs
 
 DELAY_TOKEN, TIMELINE_TOKEN = "tf2dist.straggle", "tf2dist.timeline"

@@ -46,7 +46,7 @@ def export(line: CommandLine) -> Path:
 
     show_status(f"export: loading the model of {line.run_dir}")
     # These import TensorFlow.
-    from tf2dist.tf_internals import inputs_of
+    from tf2dist.tf_internals.keras import inputs_of
     from tf2dist.tools.finished.opening import model_of
 
     model = model_of(line)

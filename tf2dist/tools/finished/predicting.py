@@ -14,7 +14,7 @@ from tf2dist.data.arrays import Arrays, as_keras_takes
 from tf2dist.errors import DataError, NotFiniteError, first_line, reason_of
 from tf2dist.files import path_of, raising
 from tf2dist.launch.console import show_lines
-from tf2dist.tf_internals import inputs_of
+from tf2dist.tf_internals.keras import inputs_of
 from tf2dist.tools.finished.opening import data_of, model_of, split_of
 from tf2dist.tools.finished.shell import CommandLine
 

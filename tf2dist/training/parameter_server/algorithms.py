@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf2dist.config.schema import ALGORITHMS, RunConfig
 from tf2dist.errors import ConfigError
-from tf2dist.tf_internals import scale_learning_rate
+from tf2dist.tf_internals.keras import scale_learning_rate
 
 EPSILON = 1e-7  # of the authors' program
 

@@ -24,7 +24,7 @@ from tf2dist.data.passes import ExampleOrder, NumberedSteps, Range, Sharding
 from tf2dist.data.pipeline import RangePipeline
 from tf2dist.data.splits import Splits
 from tf2dist.data.stream import UNKNOWN_STEPS, Reader
-from tf2dist.tf_internals import publish_functions
+from tf2dist.tf_internals.tensorflow import publish_functions
 from tf2dist.training.parameter_server.counters import TOTALS
 from tf2dist.training.parameter_server.server import ParameterServer
 

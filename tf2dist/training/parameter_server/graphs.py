@@ -30,7 +30,7 @@ from tf2dist.model.recurrence import recurrence_of
 from tf2dist.model.shards import Values, all_parts, by_id, global_clipping, join, parts_of, split
 from tf2dist.model.source import EpochPlan, MakeOptimizer
 from tf2dist.model.step import Step, step_place
-from tf2dist.tf_internals import as_one_node
+from tf2dist.tf_internals.tensorflow import as_one_node
 from tf2dist.training.loop import steps_to_pause, unrolled_steps
 from tf2dist.training.parameter_server.algorithms import algorithm_of
 from tf2dist.training.parameter_server.batches import (

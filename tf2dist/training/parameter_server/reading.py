@@ -14,7 +14,7 @@ from tf2dist.checkpoint.state import Named, infinite_in, savable, values
 from tf2dist.model.packing import Packing
 from tf2dist.model.shards import parts_of, read_piece
 from tf2dist.process import heartbeat
-from tf2dist.tf_internals import PartitionedVariable
+from tf2dist.tf_internals.variables import PartitionedVariable
 from tf2dist.training.parameter_server.server import ModelPart
 
 MAX_PACKED_BYTES = 64 << 20  # of a ps; above, nothing is packed: a packed vector is a copy on the ps, and takes time

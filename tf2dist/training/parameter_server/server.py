@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.model.tables import apply_rows, is_one_operation
-from tf2dist.tf_internals import (
-    as_one_node,
+from tf2dist.tf_internals.keras import (
     count_updates_in,
     fix_learning_rate,
     follow_learning_rate,
@@ -27,6 +26,7 @@ from tf2dist.tf_internals import (
     inner_optimizers,
     undecayed,
 )
+from tf2dist.tf_internals.tensorflow import as_one_node
 from tf2dist.training.parameter_server.algorithms import Algorithm
 from tf2dist.training.parameter_server.counters import ONES, Counters, Counts
 from tf2dist.training.parameter_server.storage import (

@@ -24,7 +24,8 @@ import tensorflow as tf
 from tf2dist.model import packing
 from tf2dist.model.shards import Part
 from tf2dist.process.placement import PACKET
-from tf2dist.tf_internals import let_lie_in, momentums, place_of, slots_of, trained_variables, velocities
+from tf2dist.tf_internals.keras import momentums, place_of, slots_of, trained_variables, velocities
+from tf2dist.tf_internals.variables import let_lie_in
 
 Kinds = Mapping[int, Hashable]  # by id of the variable; those of one kind are updated alike, others lie alone
 

@@ -22,7 +22,7 @@ from tf2dist.model import support
 from tf2dist.model.model_checks import check_batches
 from tf2dist.model.shards import parts_of, split
 from tf2dist.model.step import Step, step_place
-from tf2dist.tf_internals import inner_optimizers
+from tf2dist.tf_internals.keras import inner_optimizers
 from tf2dist.training.loop import PauseRequest, PauseRequests, Progress, Report
 from tf2dist.training.parameter_server.async_loop import PsLoop
 from tf2dist.training.parameter_server.async_setup import PsRun

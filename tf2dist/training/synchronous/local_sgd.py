@@ -37,7 +37,7 @@ from tf2dist.model.packing import Buckets
 from tf2dist.model.recurrence import reached_from
 from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
-from tf2dist.tf_internals import state_of
+from tf2dist.tf_internals.keras import state_of
 from tf2dist.training.synchronous.feeds import StreamFeed
 from tf2dist.training.synchronous.sync_step import SHARED, SyncStep
 from tf2dist.training.synchronous.workers import Workers

@@ -15,7 +15,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import NumberedSteps
 from tf2dist.model.evaluation import Evaluation, chunks
 from tf2dist.process import heartbeat
-from tf2dist.tf_internals import counter_of
+from tf2dist.tf_internals.keras import counter_of
 from tf2dist.training.loop import (
     Loop,
     PauseRequest,

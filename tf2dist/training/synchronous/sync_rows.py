@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf2dist.model.shards import by_id, global_clipping
 from tf2dist.model.step import Step
 from tf2dist.model.tables import apply_rows, sum_by_row
-from tf2dist.tf_internals import counter_of, groups_of
+from tf2dist.tf_internals.keras import counter_of, groups_of
 
 NO_ROW = -1  # fills up ids
 

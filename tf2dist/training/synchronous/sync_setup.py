@@ -39,7 +39,7 @@ from tf2dist.model.shards import read_piece, row_pieces
 from tf2dist.model.source import build_step
 from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
-from tf2dist.tf_internals import counters_of, inner_optimizers, trained_variables
+from tf2dist.tf_internals.keras import counters_of, inner_optimizers, trained_variables
 from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext, choose_rows
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import ArrayFeed, Feed

@@ -26,7 +26,8 @@ from tf2dist.model.batch_attention import Exchange, exchanging
 from tf2dist.model.own_step import OwnStep, optimizers_in
 from tf2dist.model.packing import Buckets, narrow_dtype
 from tf2dist.model.step import Step, StepOutput, step_place
-from tf2dist.tf_internals import counter_of, outside_strategies
+from tf2dist.tf_internals.keras import counter_of
+from tf2dist.tf_internals.tensorflow import outside_strategies
 from tf2dist.training.loop import PauseRequest
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.all_reduce import AllReduce
