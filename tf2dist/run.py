@@ -66,8 +66,7 @@ def run_task(context: TaskContext) -> None:
         keras.mixed_precision.set_global_policy(f"mixed_{config.devices.precision}")
 
     if task in cluster.training_tasks:
-        stragglers.publish_delays(config, cluster)
-        stragglers.publish_recorder(config, run_dir)
+        stragglers.publish(config, cluster, run_dir)
 
     # The tasks that only serve or only evaluate. A ps needs no data; an asynchronous worker publishes its own to steps.
     if task.job == "ps":

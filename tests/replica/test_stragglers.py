@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from tf2dist.config.schema import RunConfig, SimulateConfig
 from tf2dist.testing import PsCluster, SyncWorker, SyncWorkers
 from tf2dist.training import stragglers
 from tf2dist.training.loop import CALL_SECS
-from tf2dist.training.stragglers import DELAY_TOKEN, Delays, longest_secs, publish_delays
+from tf2dist.training.stragglers import DELAY_TOKEN, Sleeper, longest_secs, publish
 
 MakeLoop = Callable[..., Any]
 
 
-def delays(seed: int = 3, **simulated: Any) -> Delays:
-    return Delays(SimulateConfig(**simulated), seed, pausing=1)
+def delays(seed: int = 3, **simulated: Any) -> Sleeper:
+    return Sleeper(SimulateConfig(**simulated), seed, pausing=1)
 
 
 def test_delays_are_drawn_from_the_seed_the_worker_and_the_step() -> None:
@@ -55,7 +56,7 @@ def test_the_watchdog_allows_for_simulated_delays() -> None:
 @pytest.fixture
 def publishing(cluster: PsCluster) -> Iterator[Callable[[RunConfig], None]]:
     """Publishes the delays of a configuration in this process, as each worker does."""
-    yield lambda config: publish_delays(config, cluster.cluster)
+    yield lambda config: publish(config, cluster.cluster, Path())
     stragglers._published_functions.clear()
 
 
@@ -120,7 +121,7 @@ def test_calls_do_not_make_a_delay_longer(async_loop: MakeLoop) -> None:
 
 def timed(worker: SyncWorker, config: RunConfig, steps: int) -> tuple[dict[str, Any], float]:
     """Trains with the delays of the configuration; returns what `train` does, and the seconds."""
-    publish_delays(config, worker.cluster)
+    publish(config, worker.cluster, Path())
     begun_at = time.monotonic()
     return train(worker, config, steps), time.monotonic() - begun_at
 
@@ -139,6 +140,6 @@ def test_all_synchronous_workers_wait_for_a_delayed_one(sync_workers: SyncWorker
 def test_the_first_synchronous_worker_may_be_a_chief() -> None:
     config = run_config()
     config.simulate.pause = "chief-0 at 1 for 1"
-    publish_delays(config, Cluster("sync", {"chief": ("a:1",), "worker": ("b:1",)}))
-    assert stragglers._published_functions[DELAY_TOKEN]._delays.pausing == 0  # type: ignore[attr-defined]
+    publish(config, Cluster("sync", {"chief": ("a:1",), "worker": ("b:1",)}), Path())
+    assert stragglers._published_functions[DELAY_TOKEN].pausing == 0  # type: ignore[attr-defined]
     stragglers._published_functions.clear()

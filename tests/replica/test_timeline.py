@@ -26,8 +26,7 @@ def publishing(
 
     def publish(config: RunConfig) -> None:
         monkeypatch.setattr(stragglers, "FLUSH_SECS", -1.0)
-        stragglers.publish_recorder(config, tmp_path)
-        stragglers.publish_delays(config, cluster.cluster)
+        stragglers.publish(config, cluster.cluster, tmp_path)
 
     yield publish
     stragglers._published_functions.clear()
@@ -90,8 +89,7 @@ def test_the_steps_of_a_mode_with_ps(
 
 def recorded(worker: SyncWorker, config: RunConfig, folder: str) -> dict[str, Any]:
     stragglers.FLUSH_SECS = -1.0
-    stragglers.publish_recorder(config, Path(folder))
-    stragglers.publish_delays(config, worker.cluster)
+    stragglers.publish(config, worker.cluster, Path(folder))
     return train(worker, config, 20)
 
 

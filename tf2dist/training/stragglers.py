@@ -13,7 +13,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -36,14 +35,14 @@ TAIL = 30  # an exponential delay is more than 30 means longer than expected onc
 
 Tensors = TypeVar("Tensors")  # tensors in any structure
 # TensorFlow holds Python functions by weak references only.
-_published_functions: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {}
+_published_functions: dict[str, Callable[..., int]] = {}
 
 
-@dataclass(frozen=True)
-class Delays:
-    """The delay of each step of each worker, which depends on nothing but the seed, the worker and the step.
+class Sleeper:
+    """Delays a step: the graph of a step calls it in the worker's process.
 
-    So a run that is repeated or resumed draws the same delays.
+    The delay depends on nothing but the seed, the worker and the step. So a run that is repeated or resumed draws the
+    same delays.
 
     Attributes:
         simulated: the options.
@@ -51,9 +50,20 @@ class Delays:
         pausing: the index of the worker that pauses; None for no worker.
     """
 
-    simulated: SimulateConfig
-    seed: int
-    pausing: int | None
+    def __init__(self, simulated: SimulateConfig, seed: int, pausing: int | None) -> None:
+        self.simulated, self.seed, self.pausing = simulated, seed, pausing
+        self._lock = threading.Lock()
+        self._has_paused = False
+
+    def __call__(self, worker: np.ndarray, counted: np.ndarray, number: np.ndarray) -> int:
+        """Sleeps as long as a step is delayed; see `Stragglers.delayed`."""
+        # A call may take many delayed steps, and each of them is progress.
+        heartbeat.progress()
+        index, step = int(worker), int(counted) + int(number)
+        end_at = time.monotonic() + self.secs(index, step) + self.pause_secs(index, step)
+        while (left := end_at - time.monotonic()) > 0 and not asked_to_stop():
+            time.sleep(min(left, LOOK_SECS))
+        return 0
 
     def secs(self, worker: int, step: int) -> float:
         """The delay of a worker's step, the pause not included; `step`: among its own, from 1."""
@@ -64,39 +74,17 @@ class Delays:
         return random.Random(f"{self.seed} {worker} {step}").expovariate(1 / mean)
 
     def pause_secs(self, worker: int, step: int) -> float:
-        """How long a worker pauses in a step; 0 if it does not."""
+        """How long a worker pauses in a step; 0 if it does not, or has done so."""
         pause = self.simulated.parsed_pause
-        return pause.secs if pause and (worker, step) == (self.pausing, pause.step) else 0.0
-
-
-class Sleeper:
-    """Delays a step: the graph of a step calls it in the worker's process."""
-
-    def __init__(self, delays: Delays) -> None:
-        self._delays = delays
-        self._lock = threading.Lock()
-        self._has_paused = False
-
-    def __call__(self, worker: np.ndarray, step: np.ndarray) -> float:
-        """Sleeps as long as this step is delayed; returns the seconds."""
-        # A call may take many delayed steps, and each of them is progress.
-        heartbeat.progress()
-        secs = self._delays.secs(int(worker), int(step)) + self._pause_secs(int(worker), int(step))
-        end_at = time.monotonic() + secs
-        while (left := end_at - time.monotonic()) > 0 and not asked_to_stop():
-            time.sleep(min(left, LOOK_SECS))
-        return secs
-
-    def _pause_secs(self, worker: int, step: int) -> float:
-        if not (secs := self._delays.pause_secs(worker, step)):
+        if not pause or (worker, step) != (self.pausing, pause.step):
             return 0.0
         # A step comes again if its update was refused at the end of an epoch, and on several GPUs at the same time.
         with self._lock:
             if self._has_paused:
                 return 0.0
             self._has_paused = True
-        print(f"worker={worker}, local_step={step}: a simulated pause of {secs:g} s", flush=True)
-        return secs
+        print(f"worker={worker}, local_step={step}: a simulated pause of {pause.secs:g} s", flush=True)
+        return pause.secs
 
 
 class Recorder:
@@ -142,32 +130,28 @@ class Recorder:
         return file
 
 
-def arrived(tensors: Tensors) -> Tensors:
-    """The tensors on the worker.
+def called(tensors: Tensors, token: str, *arguments: Any) -> Tensors:
+    """The tensors, once all of them are on the worker and its function of this token has returned.
 
-    What waits for a tensor of a ps by a control dependency does not wait for the transfer: it only hears that the ps
-    has made the tensor.
+    Args:
+        arguments: whole numbers.
     """
     with tf.device("CPU:0"):
-        copies: Tensors = tf.nest.map_structure(tf.identity, tensors)
-        return copies
-
-
-def recorded(tensors: Tensors, worker: Any, *, has_ended: bool) -> Tensors:
-    """The tensors, once it is recorded that all of them are there. Each worker must have called `publish_recorder`."""
-    tensors = arrived(tensors)
-    with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(tensors)):
-        inputs = [tf.cast(worker, tf.int64), tf.constant(has_ended)]
-        done = tf.raw_ops.PyFunc(input=inputs, token=TIMELINE_TOKEN, Tout=[tf.int64])
+        # What waits for a tensor of a ps by a control dependency does not wait for the transfer: it only hears that the
+        # ps has made the tensor.
+        arrived = tf.nest.map_structure(tf.identity, tensors)
+        with tf.control_dependencies(tf.nest.flatten(arrived)):
+            inputs = [tf.cast(argument, tf.int64) for argument in arguments]
+            done = tf.raw_ops.PyFunc(input=inputs, token=token, Tout=[tf.int64])
     with tf.control_dependencies(done):
-        copies: Tensors = tf.nest.map_structure(tf.identity, tensors)
+        copies: Tensors = tf.nest.map_structure(tf.identity, arrived)
         return copies
 
 
 class Stragglers:
     """Operations around the computation of a step, in its graph: the simulated delays, and the recording of its times.
 
-    Each worker must have called `publish_delays` and `publish_recorder`.
+    Each worker must have called `publish`.
 
     Attributes:
         max_steps: of a call, so that no worker takes much longer for it than `loop.CALL_SECS`.
@@ -187,38 +171,26 @@ class Stragglers:
             number: of the step among those of this call, from 1.
         """
         if self._is_recorded:
-            inputs = recorded(inputs, worker, has_ended=False)
-        if not self._is_simulated:
-            return inputs
-        with tf.device("CPU:0"):
-            step = tf.cast(counted, tf.int64) + number
-            inputs = arrived(inputs)
-            with tf.control_dependencies(tf.nest.flatten(inputs)):
-                asked = [tf.cast(worker, tf.int64), step]
-                waited = tf.raw_ops.PyFunc(input=asked, token=DELAY_TOKEN, Tout=[tf.float64])
-            with tf.control_dependencies(waited):
-                copies: Tensors = tf.nest.map_structure(tf.identity, inputs)
-                return copies
+            inputs = called(inputs, TIMELINE_TOKEN, worker, False)
+        return called(inputs, DELAY_TOKEN, worker, counted, number) if self._is_simulated else inputs
 
     def computed(self, outputs: Tensors, worker: Any) -> Tensors:
         """The outputs of a step's computation, before they are sent."""
-        return recorded(outputs, worker, has_ended=True) if self._is_recorded else outputs
+        return called(outputs, TIMELINE_TOKEN, worker, True) if self._is_recorded else outputs
 
 
-def publish_delays(config: RunConfig, cluster: Cluster) -> None:
-    """Makes the delays callable by the graphs that run in this process, which has one worker or, in tests, several."""
-    if not config.simulate.is_on:
-        return
-    pause = config.simulate.parsed_pause
-    pausing = cluster.training_tasks.index(Task.parse(pause.task)) if pause else None
-    _published_functions[DELAY_TOKEN] = Sleeper(Delays(config.simulate, config.seed, pausing))
-    publish_functions(_published_functions)
+def publish(config: RunConfig, cluster: Cluster, run_dir: Path) -> None:
+    """Makes the delays and the recorder callable by the graphs that run in this process.
 
-
-def publish_recorder(config: RunConfig, run_dir: Path) -> None:
-    """Makes the recorder callable by the graphs that run in this process."""
+    It has one worker or, in tests, several.
+    """
+    if config.simulate.is_on:
+        pause = config.simulate.parsed_pause
+        pausing = cluster.training_tasks.index(Task.parse(pause.task)) if pause else None
+        _published_functions[DELAY_TOKEN] = Sleeper(config.simulate, config.seed, pausing)
     if config.timeline:
         _published_functions[TIMELINE_TOKEN] = Recorder(run_dir / FOLDER)
+    if _published_functions:
         publish_functions(_published_functions)
 
 
