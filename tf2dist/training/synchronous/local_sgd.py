@@ -1,24 +1,18 @@
 """algorithm=local_sgd: synchronous workers that train copies of their own and average them now and then.
 
-T. Lin, S. U. Stich, K. K. Patel, M. Jaggi: Don't Use Large Mini-Batches, Use Local SGD, arXiv 1808.07217, 2018. In a
-round each worker takes `algorithm.local_steps` steps on its own batches with its own optimizer. Then all of them take
-over the mean of their variables, each weighted by the examples that it has seen in the round (as in B. McMahan, E.
-Moore, D. Ramage, S. Hampson, B. Aguera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
-Data, AISTATS 2017). With one step and an optimizer that is linear in the gradient, such as SGD and momentum, that is
-plain synchronous training. With any other optimizer it is not, since the mean of Adam's updates is not Adam's update
-for the mean gradient; so `sync_setup.step_class` takes the graph of plain training for rounds of one step.
+T. Lin, S. U. Stich, K. K. Patel, M. Jaggi: Don't Use Large Mini-Batches, Use Local SGD, arXiv 1808.07217, 2018. The
+authors leave the slots of the optimizer as they are on each worker; here the mean is that of all variables, so that
+after a round all workers are equal, and a checkpoint of one of them continues the run exactly. It weights each worker
+by the examples that it has seen in the round, as B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Aguera y Arcas do:
+Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017. A constraint of Keras is
+applied in each step, as always, and to the mean. Gradients are clipped by each worker for itself.
 
-The mean is that of all variables: the weights, other state such as moving averages, and the slots of the optimizer,
-which the authors above leave as they are on each worker. After a round all workers are therefore equal, and a
-checkpoint of one of them continues the run exactly. A constraint of Keras is applied in each step, as always, and to
-the mean. Gradients are clipped by each worker for itself.
+The mean of Adam's updates is not Adam's update for the mean gradient, so a round of one step is plain training only for
+an optimizer that is linear in the gradient. For rounds of one step `sync_setup.step_class` therefore takes the graph of
+plain training.
 
-An outer optimizer may move the weights further than to their mean (DiLoCo: A. Douillard, Q. Feng, A. A. Rusu, R.
-Chhaparia, Y. Donchev, A. Kuncoro, M. Ranzato, A. Szlam, J. Shen: DiLoCo: Distributed Low-Communication Training of
-Language Models, arXiv 2311.08105, 2023); see `OuterOptimizer`.
-
-A run evaluates, saves, calls callbacks and stops only after a round. A round that would go beyond such a step, or the
-end of an epoch, is shorter. So the rounds follow from the options alone, also in a run that was stopped and resumed.
+The outer optimizer is that of DiLoCo: A. Douillard, Q. Feng, A. A. Rusu, R. Chhaparia, Y. Donchev, A. Kuncoro, M.
+Ranzato, A. Szlam, J. Shen: DiLoCo: Distributed Low-Communication Training of Language Models, arXiv 2311.08105, 2023.
 """
 
 from typing import Any
@@ -28,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.state import Named, assign, named_variables, values
-from tf2dist.config.schema import AlgorithmConfig, RunConfig
+from tf2dist.config.schema import RunConfig
 from tf2dist.data.splits import Splits
 from tf2dist.data.stream import Stream
 from tf2dist.errors import ConfigError
@@ -64,36 +58,6 @@ class OwnStreamFeed(StreamFeed):
         return []
 
 
-class OuterOptimizer:
-    """Takes the way from the last weights to their new mean for a gradient, as DiLoCo does.
-
-    It is Keras' SGD with Nesterov momentum; a learning rate of 1 without momentum gives the mean itself.
-
-    Args:
-        step: of the model whose trainable variables it moves.
-    """
-
-    def __init__(self, algorithm: AlgorithmConfig, step: Step) -> None:
-        rate, momentum = algorithm.outer_learning_rate, algorithm.outer_momentum
-        self.optimizer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=True)
-        self.optimizer.build(step.trainable)
-        slots = named_variables(step.model, step.variables, [self.optimizer])
-        of_optimizer = "optimizer/"
-        self._named: Named = {
-            f"{PREFIX}{name.removeprefix(of_optimizer)}": variables
-            for name, variables in slots.items()
-            if name.startswith(of_optimizer)
-        }
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The momenta by name, for a snapshot."""
-        return values(self._named)
-
-    def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Restores the momenta; those that a snapshot of another mode or algorithm lacks remain zero."""
-        assign(self._named, {name: arrays[name] for name in self._named if name in arrays})
-
-
 class LocalSgdStep(SyncStep):
     """One worker's part in rounds of local steps.
 
@@ -104,7 +68,20 @@ class LocalSgdStep(SyncStep):
 
     def prepare_graph(self, config: RunConfig) -> None:
         self._length = config.algorithm.local_steps
-        self._outer = OuterOptimizer(config.algorithm, self.step) if config.algorithm.has_outer_steps else None
+        # Takes the way from the last weights to their new mean for a gradient.
+        self._outer: keras.optimizers.SGD | None = None
+        self._momenta: Named = {}
+        if config.algorithm.has_outer_steps:
+            rate, momentum = config.algorithm.outer_learning_rate, config.algorithm.outer_momentum
+            self._outer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=True)
+            self._outer.build(self.step.trainable)
+            slots = named_variables(self.step.model, self.step.variables, [self._outer])
+            of_optimizer = "optimizer/"
+            self._momenta = {
+                f"{PREFIX}{name.removeprefix(of_optimizer)}": variables
+                for name, variables in slots.items()
+                if name.startswith(of_optimizer)
+            }
         # All that differs between workers after a step, the trainable variables first.
         self._averaged = [*self.step.variables, *state_of(self.optimizer)]
         self._values = Buckets(self._averaged, self.num_sums, tf.float32)
@@ -160,11 +137,11 @@ class LocalSgdStep(SyncStep):
         return self.call(self._run_rounds, *whole, tf.constant(ends), tf.constant(shared, tf.float32))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return self._outer.arrays() if self._outer else {}
+        return values(self._momenta)
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        if self._outer:
-            self._outer.restore(arrays)
+        # Those that a snapshot of another mode or algorithm lacks remain zero.
+        assign(self._momenta, {name: arrays[name] for name in self._momenta if name in arrays})
 
     def facts(self) -> dict[str, Any]:
         return {"local_steps": self._length}
@@ -262,7 +239,7 @@ class LocalSgdStep(SyncStep):
             begun = old.read_value()
             variable.value.assign(begun if number < by_outer else begun + changes[number])
         if self._outer:
-            self._outer.optimizer.apply([-change for change in changes[:by_outer]], trainable)
+            self._outer.apply([-change for change in changes[:by_outer]], trainable)
             return
         # The mean of weights that fulfil a constraint need not fulfil it, if it is that of a norm. An optimizer sees to
         # that by itself.
