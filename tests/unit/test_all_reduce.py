@@ -45,27 +45,25 @@ def shared(num_workers: int, secrets: Sequence[bytes] = ()) -> list[SharedMemory
     secrets = secrets or [b"secret"] * num_workers
     return at_once(
         [
-            partial(open_shared_memory, index, num_workers, secret, together.add_up)
+            partial(open_shared_memory, index, num_workers, secret, partial(together.gather, index))
             for index, secret in enumerate(secrets)
         ]
     )
 
 
 class Together:
-    """The sum over threads for `connect`; a real run computes it through TensorFlow's cluster."""
+    """Gathers the numbers of threads for `connect`; a real run does so through TensorFlow's cluster."""
 
     def __init__(self, num_workers: int) -> None:
-        self._barrier, self._lock = threading.Barrier(num_workers), threading.Lock()
-        self._sum: np.ndarray = np.zeros(0)
+        self._barrier = threading.Barrier(num_workers)
+        self._rows: list[Sequence[float]] = [()] * num_workers
 
-    def add_up(self, own: list[float]) -> np.ndarray:
-        if self._barrier.wait(TIMEOUT_SECS) == 0:
-            self._sum = np.zeros(len(own))
+    def gather(self, index: int, own: Sequence[float]) -> np.ndarray:
+        self._rows[index] = own
         self._barrier.wait(TIMEOUT_SECS)
-        with self._lock:
-            self._sum += own
-        self._barrier.wait(TIMEOUT_SECS)
-        return self._sum.copy()
+        rows = np.array(self._rows, np.float64)
+        self._barrier.wait(TIMEOUT_SECS)  # before anybody passes the next ones
+        return rows
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -286,7 +284,7 @@ def join_all(num_workers: int, secrets: tuple[bytes, ...] = ()) -> list[Any]:
 
     def join(index: int) -> AllReduce | None:
         own = secrets[index] if secrets else secret
-        return connect(cluster, Task("worker", index), own, together.add_up)
+        return connect(cluster, Task("worker", index), own, partial(together.gather, index))
 
     return at_once([partial(join, index) for index in range(num_workers)])
 

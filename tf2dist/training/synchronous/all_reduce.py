@@ -277,13 +277,13 @@ class AllReduce:
 
 
 def connect(
-    cluster: Cluster, task: Task, secret: bytes, add_up: Callable[[list[float]], np.ndarray]
+    cluster: Cluster, task: Task, secret: bytes, gather: Callable[[Sequence[float]], np.ndarray]
 ) -> AllReduce | None:
     """Connects the workers; to be called by all of them. Either all of them get an `AllReduce`, or none does.
 
     Args:
         secret: `peers.SECRET_BYTES`, the same for all workers.
-        add_up: sums the vectors that all workers pass to it.
+        gather: see `Workers.gather`.
 
     Returns:
         None if a worker is not connected with all others, and for a worker that is alone.
@@ -293,15 +293,14 @@ def connect(
         return None
     mesh = Mesh(cluster, task)
     index = cluster.training_tasks.index(task)
-    # Each worker passes its port at its own index and 0 elsewhere, so the sum holds all ports; 0 for one that does not
-    # listen, which must call `add_up` all the same, or the others would wait for it.
-    ports = [int(port) for port in add_up([float(mesh.port) * (other == index) for other in range(num_workers)])]
+    # The port is 0 for a worker that does not listen, which must call `gather` all the same, or the others would wait
+    # for it.
+    ports = [int(port) for (port,) in gather([mesh.port])]
     sockets = mesh.connect(ports, secret) if all(ports) else {}
     mesh.close()
-    # All of them get the same sum, so all of them decide alike.
-    connected = add_up([float(len(sockets) == num_workers - 1)])[0]
-    if connected == num_workers:
-        return AllReduce(index, sockets, open_shared_memory(index, num_workers, secret, add_up))
+    # All of them get the same numbers, so all of them decide alike.
+    if gather([len(sockets) == num_workers - 1]).all():
+        return AllReduce(index, sockets, open_shared_memory(index, num_workers, secret, gather))
     for sock in sockets.values():
         sock.close()
     print(mesh.why_not or "another worker is not connected with all others", flush=True)

@@ -8,7 +8,7 @@ that path leads to nothing, or to something else; so the file begins with a secr
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -52,28 +52,25 @@ class SharedMemory:
 
 
 def open_shared_memory(
-    index: int, num_workers: int, secret: bytes, add_up: Callable[[list[float]], np.ndarray]
+    index: int, num_workers: int, secret: bytes, gather: Callable[[Sequence[float]], np.ndarray]
 ) -> SharedMemory | None:
     """Memory that all workers share; None if they are not all on one host. To be called by all of them.
 
     Args:
         secret: the same for all workers.
-        add_up: sums the vectors that all workers pass to it.
+        gather: see `Workers.gather`.
     """
     files: dict[int, int] = {}
     with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel, or in Python's C library
         files[index] = _create_file(_header(index, secret))
-    mine = [os.getpid(), files.get(index, -1)]
-    # Each worker passes its numbers at its own index and 0 elsewhere, so the sum holds those of all.
-    gathered = add_up([float(number) * (worker == index) for worker in range(num_workers) for number in mine])
-    places = [(int(gathered[2 * worker]), int(gathered[2 * worker + 1])) for worker in range(num_workers)]
+    places = gather([os.getpid(), files.get(index, -1)])
     with contextlib.suppress(OSError):
-        for worker in range(num_workers):
+        for worker, (pid, number) in enumerate(places):
             if worker != index:
-                files[worker] = _open_file(*places[worker], _header(worker, secret))
+                files[worker] = _open_file(int(pid), int(number), _header(worker, secret))
     memory = SharedMemory(index, files)
-    # All of them get the same sum, so all of them decide alike.
-    if add_up([float(len(files) == num_workers)])[0] == num_workers:
+    # All of them get the same numbers, so all of them decide alike.
+    if gather([len(files) == num_workers]).all():
         return memory
     memory.close()
     return None

@@ -74,11 +74,8 @@ def synchronize_initial_state(
             # Neither `numpy()` nor `tobytes()`: the process would keep the memory of these copies of the model.
             weights.update(np.ascontiguousarray(tf.reshape(variable, [-1])).view(np.uint8).data)
 
-    # Each worker fills its own row, so the sum holds the rows of all.
-    digests = np.zeros([workers.count, len(own) + 1])
-    digests[workers.index] = [*(_as_number(hashlib.sha256(text)) for text in own), _as_number(weights)]
     # Every worker sees all rows, so all of them raise the same error and none is left waiting.
-    everywhere = workers.add_up(digests.reshape(-1)).reshape(digests.shape)
+    everywhere = workers.gather([*(_as_number(hashlib.sha256(text)) for text in own), _as_number(weights)])
     differs = everywhere != everywhere[0]
     for number in range(len(own)):
         if differs[:, number].any():

@@ -133,6 +133,13 @@ class Workers:
         summed: np.ndarray = self._sum(tf.constant(own)).numpy()
         return summed
 
+    def gather(self, own: Sequence[float]) -> np.ndarray:
+        """The numbers that all workers pass, equally many each, float64 [count, n]."""
+        # Each worker fills its own row, so the sum holds the rows of all.
+        rows = np.zeros([self.count, len(own)])
+        rows[self.index] = own
+        return self.add_up(rows)
+
     def broadcast(self, packed: bytes) -> bytes:
         """The bytes that worker 0 passes."""
         return broadcast(self.strategy, packed)
@@ -201,7 +208,7 @@ class Workers:
     def _connect(self) -> AllReduce | None:
         # Every worker draws a secret, and that of worker 0 counts.
         secret = self.broadcast(os.urandom(SECRET_BYTES))
-        return connect(self.cluster, self.task, secret, lambda own: self.add_up(np.asarray(own)))
+        return connect(self.cluster, self.task, secret, self.gather)
 
     def wait_for_all(self) -> None:
         """Waits until all workers have finished.
