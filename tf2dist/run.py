@@ -27,7 +27,6 @@ from tf2dist.training import stragglers
 from tf2dist.training.driver import Driver, Epochs, Steps
 from tf2dist.training.evaluator import Evaluator, follow
 from tf2dist.training.finished_model import describe, named_groups, write_model
-from tf2dist.training.hooks import Hooks
 from tf2dist.training.loop import Loop, Progress
 from tf2dist.training.parameter_server import serving
 from tf2dist.training.parameter_server.async_loop import AsyncLoop
@@ -153,7 +152,7 @@ def train(context: TaskContext, strategy: tf.distribute.Strategy | None) -> None
                 write_model(run_dir, *given, named_groups(loop.step), is_saved=is_saved)
                 heartbeat.progress()
 
-        hooks = context.hooks if task == cluster.leader else Hooks()
+        hooks = context.hooks if task == cluster.leader else None
         length = functools.partial(Epochs, plan=source.plan, hooks=hooks) if source.plan else Steps
         driver = Driver(loop, saver, reporter, splits.evaluated, length, write_finished_model)
         if task == cluster.leader:

@@ -28,7 +28,7 @@ from tf2dist.process.inbox import end_on_sigterm
 from tf2dist.run import run_task
 from tf2dist.tf_internals import error_texts
 from tf2dist.training import stragglers
-from tf2dist.training.hooks import Hooks, LauncherHooks
+from tf2dist.training.hooks import Hooks
 from tf2dist.training.setup import TaskContext
 
 
@@ -65,11 +65,11 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
         set_up_keras(run_config.keras)
         mail = inbox.listen(cluster)
         source: Source = RegisteredSource(run_config)
-        hooks: Hooks = Hooks()
+        hooks: Hooks | None = None
         if payload["job"]:
             job = Path(payload["job"])
             source = ShippedSource(job)
-            hooks = LauncherHooks(to_launcher, mail, job, source.calls_with_weights, source.reads_progress)
+            hooks = Hooks(to_launcher, mail, job, source.calls_with_weights, source.reads_progress)
         predicts = isinstance(source, ShippedSource) and not source.plan
         started_at, run = payload["started_at"], predict_ranges if predicts else run_task
         run(TaskContext(run_config, cluster, task, source, run_dir, to_launcher, started_at, hooks))

@@ -44,6 +44,9 @@ class RecordingHooks(Hooks):
     arrays: NamedArrays = field(default_factory=dict)
     reads_progress: bool = False
 
+    def wanted(self) -> bool:
+        return False
+
     def post(
         self,
         kind: str,

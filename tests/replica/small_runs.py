@@ -31,12 +31,11 @@ def run_config(
 def context_of(config: RunConfig, cluster: Cluster, task: Task, source: Any = None) -> Any:
     """The context of a task that tells its launcher nothing; without a source that of the configuration."""
     from tf2dist.model.source import RegisteredSource
-    from tf2dist.training.hooks import Hooks
     from tf2dist.training.setup import TaskContext
 
     to_launcher = ToLauncher(str(task), lambda message: None)
     source = source or RegisteredSource(config)
-    return TaskContext(config, cluster, task, source, Path(config.run_dir or ""), to_launcher, 0.0, Hooks())
+    return TaskContext(config, cluster, task, source, Path(config.run_dir or ""), to_launcher, 0.0, None)
 
 
 def sync_loop(worker: Any, config: RunConfig, source: Any = None, start: Any = None, report: Any = None) -> Any:

@@ -24,7 +24,7 @@ from tf2dist.messages import HookAnswer, PauseWanted, ProgressMessage, ToLaunche
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.inbox import Inbox
 from tf2dist.tf_internals.keras import fresh_names, seeds_of
-from tf2dist.training.hooks import CallbackEffects, LauncherHooks
+from tf2dist.training.hooks import CallbackEffects, Hooks
 
 
 class Leader:
@@ -39,7 +39,7 @@ class Leader:
         self.session = FitSession(folder, {}, self.callbacks, epochs)
         self.session.connect(self._forward)
         self.to_launcher = ToLauncher("chief-0", self.session.on_message)  # type: ignore[arg-type]
-        self.hooks = LauncherHooks(self.to_launcher, self.inbox, folder)
+        self.hooks = Hooks(self.to_launcher, self.inbox, folder)
         self.arrays: dict[str, np.ndarray] = {
             "model/only/kernel": np.full((2, 1), 3.0, np.float32),
             "model/only/bias": np.zeros(1, np.float32),
@@ -176,7 +176,7 @@ def test_callbacks_are_reset_when_all_tasks_start_again(tmp_path: Path) -> None:
         kept = leader.call("epoch", 0, 10, loss=3.0).state or {}
         leader.call("epoch", 1, 20, loss=2.0)
         losses.append(list(leader.callbacks.history.history["loss"]))
-        leader.hooks = LauncherHooks(leader.to_launcher, leader.inbox, tmp_path)
+        leader.hooks = Hooks(leader.to_launcher, leader.inbox, tmp_path)
         leader.call("begin", 0, 0)
         losses.append(list(leader.callbacks.history.history.get("loss", [])))
         leader.state = kept

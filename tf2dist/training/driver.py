@@ -307,15 +307,16 @@ class Epochs(Length):
     """The length of a call of `fit`: to the end of its plan, or until a callback ends the run.
 
     Args:
-        hooks: the way to the callbacks; on other tasks than the leader there are none.
+        hooks: the way to the callbacks; None on other tasks than the leader.
     """
 
     reports_metrics = True  # the caller of `fit` tells them with the other metrics of the epoch
 
-    def __init__(self, driver: Driver, plan: EpochPlan, hooks: Hooks) -> None:
+    def __init__(self, driver: Driver, plan: EpochPlan, hooks: Hooks | None) -> None:
         self._driver, self._loop, self._plan, self._hooks = driver, driver.loop, plan, hooks
         self._state = EpochState.of(plan, self._loop)
         self._has_told = False
+        self._reads_progress = bool(hooks and hooks.reads_progress)
         self.trained = Evaluation({"loss": math.nan}, 0)
         self._rates = LearningRates(self._loop.optimizer, self._loop.earlier_updates)
 
@@ -323,7 +324,7 @@ class Epochs(Length):
         # Optimizers are built with the rate of the configuration, and snapshots leave the rate out.
         self._apply(CallbackEffects(learning_rates=self._state.learning_rates))
         self._note_end(self._call("begin", {}))
-        self._driver.reporter.begin_epoch(self._state.before, self._hooks.reads_progress)
+        self._driver.reporter.begin_epoch(self._state.before, self._reads_progress)
 
     def next_stop(self, step: int) -> int | None:
         """The end of the epoch, which takes several turns if a checkpoint or a callback interrupts it."""
@@ -333,7 +334,7 @@ class Epochs(Length):
         return None if is_over else end
 
     def request(self) -> PauseRequest:
-        return PauseRequest.CHANGE if self._hooks.wanted() else PauseRequest.NOTHING
+        return PauseRequest.CHANGE if self._hooks and self._hooks.wanted() else PauseRequest.NOTHING
 
     def arrays(self) -> NamedArrays:
         return self._state.arrays(self._loop.progress.metrics)
@@ -364,7 +365,7 @@ class Epochs(Length):
         if loop.clear_metrics():
             self._driver.reporter.restart_metrics()
         state.before = loop.progress.metrics
-        self._driver.reporter.begin_epoch(state.before, self._hooks.reads_progress)
+        self._driver.reporter.begin_epoch(state.before, self._reads_progress)
         if loop.sharding.ends_with_data:
             loop.begin_epoch()
 
@@ -381,7 +382,8 @@ class Epochs(Length):
         if self._validates():
             names = self.validation.metrics if self.validation else logs
             logs |= {f"val_{name}": math.nan for name in names}
-        self._hooks.post("not finite", self._state.position.epoch, step, logs, (), lambda _: {}, {})
+        if self._hooks:
+            self._hooks.post("not finite", self._state.position.epoch, step, logs, (), lambda _: {}, {})
 
     def _tell_unread(self) -> None:
         """Tells once that the end of one worker's data has left batches of others out."""
@@ -406,7 +408,8 @@ class Epochs(Length):
             variables = loop.arrays() if with_weights else loop.small_arrays()
             return variables | loop.random_states() | loop.counted_before()
 
-        self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
+        if self._hooks:
+            self._hooks.post(kind, epoch, step, logs, self._rates.at(step), arrays, self._state.callbacks)
         effects = self._answer()
         if effects.is_interrupted:
             self._driver.stop()
@@ -427,7 +430,7 @@ class Epochs(Length):
     def _answer(self) -> CallbackEffects:
         """The effects that the leader's callbacks want; waits for them on all tasks."""
         while True:
-            answer = self._hooks.answer(ANSWER_SECS)
+            answer = self._hooks.answer(ANSWER_SECS) if self._hooks else None
             # A callback may run for hours, but a stop has seconds. The leader alone decides: if each task looked at its
             # own signal, some would leave this loop while others wait for them in the broadcast.
             if answer is None and asked_to_stop() and self._loop.leads:

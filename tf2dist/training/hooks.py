@@ -5,7 +5,9 @@ They run in another process of this host: the leader's calls go through the laun
 messages.
 """
 
+import functools
 import itertools
+import math
 import os
 import queue
 import time
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tf2dist.checkpoint.snapshot import pack, read_arrays, unpack
+from tf2dist.cluster.reachability import Wait
 from tf2dist.messages import HookAnswer, HookCall, ToLauncher
 from tf2dist.process.inbox import Inbox
 
@@ -54,17 +57,33 @@ class CallbackEffects:
 
 
 class Hooks:
-    """The way to the callbacks and back; this one is for a task that is not the leader, which has no callbacks.
+    """Calls the callbacks in the process that has called `fit`, through the launcher. Only the leader does.
 
-    Attributes:
+    Args:
+        folder: of the job, which that process can read and write, too.
+        with_weights: the kinds of calls in which callbacks may see or change the weights, or what optimizers keep.
         reads_progress: whether callbacks get the metrics that come with the progress, arrays among them.
     """
 
-    reads_progress = False
+    def __init__(
+        self,
+        to_launcher: ToLauncher,
+        inbox: Inbox,
+        folder: Path,
+        with_weights: Collection[str] = CALLS,
+        reads_progress: bool = False,
+    ) -> None:
+        self._to_launcher, self._inbox, self._folder = to_launcher, inbox, folder
+        self._with_weights, self.reads_progress = with_weights, reads_progress
+        # Numbers from a clock are beyond those that this task used before a restart, to which answers may still come.
+        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._number = 0
+        self._new_wait = functools.partial(Wait, math.inf, to_launcher.status, every_secs=TELL_EVERY_SECS)
+        self._wait = self._new_wait()
 
     def wanted(self) -> bool:
-        """Whether a callback wants the training to pause, to change something."""
-        return False
+        """Whether a callback has asked for a pause since the last one."""
+        return self._inbox.pause_wanted.is_set()
 
     def post(
         self,
@@ -88,54 +107,7 @@ class Hooks:
                 model's and the counts of a LossScaleOptimizer, and if its argument is true all others.
             state: the state of the callbacks in the checkpoint that the run continues from; for "begin" only.
         """
-
-    def answer(self, timeout_secs: float) -> CallbackEffects | None:
-        """The effects that the callbacks want; None if they are not done within `timeout_secs`."""
-        # At once: this task gets the answer, and waits for it, in the leader's broadcast.
-        return None
-
-
-class LauncherHooks(Hooks):
-    """Calls the callbacks in the process that has called `fit`, through the launcher.
-
-    Args:
-        folder: of the job, which that process can read and write, too.
-        with_weights: the kinds of calls in which callbacks may see or change the weights, or what optimizers keep.
-        reads_progress: see `Hooks`.
-    """
-
-    def __init__(
-        self,
-        to_launcher: ToLauncher,
-        inbox: Inbox,
-        folder: Path,
-        with_weights: Collection[str] = CALLS,
-        reads_progress: bool = False,
-    ) -> None:
-        self._to_launcher, self._inbox, self._folder = to_launcher, inbox, folder
-        self._with_weights, self.reads_progress = with_weights, reads_progress
-        # Numbers from a clock are beyond those that this task used before a restart, to which answers may still come.
-        self._numbers = itertools.count(time.time_ns() // 1000)
-        self._number = 0
-        self._posted_at = self._told_at = 0.0
-
-    def wanted(self) -> bool:
-        """Whether a callback has asked for a pause since the last one."""
-        return self._inbox.pause_wanted.is_set()
-
-    def post(
-        self,
-        kind: str,
-        epoch: int,
-        step: int,
-        logs: dict[str, Any],
-        learning_rates: tuple[float, ...],
-        arrays: Callable[[bool], NamedArrays],
-        state: NamedArrays,
-    ) -> None:
-        """Calls; see `Hooks`."""
-        self._number, self._posted_at = next(self._numbers), time.monotonic()
-        self._told_at = self._posted_at
+        self._number, self._wait = next(self._numbers), self._new_wait()
         # Before the call, not after the answer: a callback that asks again meanwhile gets another pause.
         if kind == "pause":
             self._inbox.pause_wanted.clear()
@@ -147,7 +119,7 @@ class LauncherHooks(Hooks):
         return write_arrays(self._folder / f"call-{self._number}-{name}.npz", arrays) if arrays else ""
 
     def answer(self, timeout_secs: float) -> CallbackEffects | None:
-        """The answer to the last call; None if it has not come within `timeout_secs`."""
+        """The effects that the callbacks want; None if they are not done within `timeout_secs`."""
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) >= 0:
             try:
@@ -157,14 +129,8 @@ class LauncherHooks(Hooks):
             # Any other answer is one to an earlier call, which an interrupted or restarted run no longer waits for.
             if answer.number == self._number:
                 return _effects_of(answer)
-        self._tell()
+        self._wait.notify("the callbacks")
         return None
-
-    def _tell(self) -> None:
-        now = time.monotonic()
-        if now - self._told_at >= TELL_EVERY_SECS:
-            self._told_at = now
-            self._to_launcher.status(f"waiting for the callbacks, {now - self._posted_at:.0f} s")
 
 
 def _effects_of(answer: HookAnswer) -> CallbackEffects:

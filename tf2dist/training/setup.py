@@ -45,7 +45,7 @@ class TaskContext:
         run_dir: the leader writes the result into it.
         to_launcher: takes progress, lines for the user and the result.
         started_at: `time.time()` of the user's command.
-        hooks: the way to callbacks; used by the leader if the source has a plan of epochs.
+        hooks: the way to the callbacks of a call of `fit`; only the leader uses it.
     """
 
     config: RunConfig
@@ -55,7 +55,7 @@ class TaskContext:
     run_dir: Path
     to_launcher: ToLauncher
     started_at: float
-    hooks: Hooks
+    hooks: Hooks | None
 
     @functools.cached_property
     def splits(self) -> Splits:
