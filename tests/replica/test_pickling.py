@@ -1,5 +1,6 @@
 """Keras objects that are sent to the tasks, in a function or as a compiled model."""
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError
-from tf2dist.fitting.pickling import load_function, send_function
+from tf2dist.fitting.pickling import pickled
 from tf2dist.fitting.shipping import ship
 from tf2dist.model import own_step
 from tf2dist.model.source import EpochPlan
@@ -25,7 +26,7 @@ RAW = {"number": np.arange(8, dtype=np.float32), "text": np.array(["u", "v", "w"
 
 
 def in_a_task(worker: SyncWorker, folder: Path) -> np.ndarray:
-    batches = load_function(folder, {"pickle": "f.pickle"})()
+    batches = cloudpickle.loads((folder / "f.pickle").read_bytes())()
     return np.concatenate(list(batches.as_numpy_iterator()))
 
 
@@ -48,25 +49,52 @@ def test_adapted_and_own_layers_work_in_a_task(tmp_path: Path, sync_workers: Syn
     def batches() -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(RAW).batch(4).map(lambda rows: scale(times(space(rows))))
 
-    assert send_function(tmp_path, batches, "f.pickle", "data") == {"pickle": "f.pickle"}
+    (tmp_path / "f.pickle").write_bytes(pickled(batches, "data"))
     expected = np.concatenate(list(batches().as_numpy_iterator()))
     assert np.array_equal(sync_workers(in_a_task, 1, (tmp_path,))[0], expected)
 
 
-def test_modules_by_value_stay_as_the_program_has_listed_them(tmp_path: Path) -> None:
+class Counted:
+    """A function with a state, as a decorator may make one."""
+
+    calls = 0
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+
+
+@Counted
+def counted() -> None: ...
+
+
+@tf.function
+def traced() -> None: ...
+
+
+def test_what_an_importable_module_names_is_sent_by_name() -> None:
+    unnamed = Counted(counted)
+    unnamed.calls = 3
+    for known in (pinball, Focal, Focal.call, counted, traced):
+        assert cloudpickle.loads(pickled(known, "data")) is known
+    sent = cloudpickle.loads(pickled(unnamed, "data"))
+    assert sent is not unnamed
+    assert sent.calls == 3
+
+
+def test_modules_by_value_stay_as_the_program_has_listed_them() -> None:
     module = types.ModuleType("of_no_file")
     exec("def build(): pass", module.__dict__)
     sys.modules["of_no_file"] = module
     for listed in (set(), {"of_no_file"}):
         if listed:
             cloudpickle.register_pickle_by_value(module)
-        send_function(tmp_path, module.build, f"{len(listed)}.pickle", "model")
+        pickled(module.build, "model")
         assert cloudpickle.list_registry_pickle_by_value() == listed
     cloudpickle.unregister_pickle_by_value(module)
     del sys.modules["of_no_file"]
 
 
-def test_a_layer_that_keras_cannot_load_again_is_refused(tmp_path: Path) -> None:
+def test_a_layer_that_keras_cannot_load_again_is_refused() -> None:
     class Forgets(keras.layers.Layer):
         def __init__(self, by: float) -> None:
             super().__init__()
@@ -77,7 +105,7 @@ def test_a_layer_that_keras_cannot_load_again_is_refused(tmp_path: Path) -> None
 
     layer = Forgets(2.0)
     with pytest.raises(FitError, match=r"data: cannot be sent to the tasks \(.*by"):
-        send_function(tmp_path, lambda: layer, "f.pickle", "data")
+        pickled(lambda: layer, "data")
 
 
 class Focal(keras.losses.Loss):  # type: ignore[misc]

@@ -1,27 +1,24 @@
-"""Sends the user's functions and classes to the tasks: by name if tasks can import them, otherwise by cloudpickle.
+"""Pickles the user's functions and classes for the tasks: by name if tasks can import them, otherwise by value.
 
-A name is better where it works: the task then runs the same module as everybody else, with its global variables, and
-nothing is unpickled. Keras objects in what is pickled go as Keras saves them, with the user's classes: Keras's own
-pickling leaves out the user's classes in an object, and what its `FeatureSpace` makes when it is adapted.
+A name is better where it works: the task then runs the same module as everybody else, with its global variables.
+Keras objects in what is pickled go as Keras saves them, with the user's classes: Keras's own pickling leaves out the
+user's classes in an object, and what its `FeatureSpace` makes when it is adapted.
 """
 
 import contextlib
-import functools
-import importlib
 import io
+import operator
 import os
 import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import keras
 
 from tf2dist.errors import FitError, reason_of
-from tf2dist.files import write_whole
 from tf2dist.linux import process_wide
 
 # Packages that every task has: their classes and functions in a model need not be sent.
@@ -32,12 +29,17 @@ class Pickler(cloudpickle.Pickler):
     """Pickles whatever cloudpickle does.
 
     Attributes:
+        by_name: an object that tasks can import by its name.
         has_keras: whether there was an object that Keras saves.
     """
 
+    by_name: Any = None
     has_keras = False
 
     def reducer_override(self, obj: Any) -> Any:
+        # cloudpickle itself sends functions and classes alone by name, and a `tf.function` is neither.
+        if obj is self.by_name:
+            return obj.__qualname__
         # The same method for all that Keras saves: layers, models, losses, metrics, optimizers.
         if type(obj).__reduce__ is not keras.Layer.__reduce__:
             return super().reducer_override(obj)
@@ -56,51 +58,18 @@ def _loaded(load: Callable[..., Any], arguments: tuple[Any, ...], custom: dict[s
     return loaded
 
 
-def send_function(folder: Path, function: Callable[..., Any], file: str, argument: str) -> dict[str, str]:
-    """Sends a function; returns what `load_function` needs, as a value of JSON.
+def pickled(value: Any, argument: str) -> bytes:
+    """The user's function or class, pickled by name if tasks can import it, otherwise by value.
 
     Args:
-        folder: that of the job.
-        file: the name of the file in it, for a function that tasks cannot import.
         argument: the name of the argument of `fit`, for messages.
     """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    # The name must lead to this very object: a decorator or a second definition may have replaced what it stands for.
-    if module and is_importable(module) and _attribute(sys.modules[module], name) is function:
-        return {"import": f"{module}:{name}"}
-    write_whole(folder / file, pickled(function, argument))
-    return {"pickle": file}
-
-
-def load_function(folder: Path, stored: dict[str, str]) -> Callable[..., Any]:
-    """Returns the function that `send_function` has sent.
-
-    Args:
-        folder: that of the job, of which `shipping.check_private` has made sure that nobody else can write in it.
-    """
-    ((kind, value),) = stored.items()
-    if kind == "pickle":
-        pickle: Callable[..., Any] = cloudpickle.loads((folder / value).read_bytes())
-        return pickle
-    module, _, name = value.partition(":")
-    function: Callable[..., Any] = _attribute(importlib.import_module(module), name)
-    return function
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    try:
-        return functools.reduce(getattr, name.split("."), owner)
-    except AttributeError:  # a function within a function: its name has a part "<locals>"
-        return None
-
-
-def pickled(value: Any, argument: str) -> bytes:
-    """The user's function or class, pickled by value if tasks cannot import its module."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     try:
         with _by_value(module):
             file = io.BytesIO()
             pickler = Pickler(file)
+            pickler.by_name = value if module and _is_named_in(module, value) else None
             pickler.dump(value)
             # A trial: what Keras has saved and cannot load again would fail in every task.
             if pickler.has_keras:
@@ -111,6 +80,15 @@ def pickled(value: Any, argument: str) -> bytes:
             f"{argument}: cannot be sent to the tasks ({reason_of(error)}); move the function into a module that can "
             "be imported, or remove the object to which it refers"
         ) from None
+
+
+def _is_named_in(module: types.ModuleType, value: Any) -> bool:
+    # The name must lead to this very object: a decorator or a second definition may have replaced what it stands for.
+    try:
+        is_found = operator.attrgetter(getattr(value, "__qualname__", ""))(module) is value
+    except AttributeError:  # a function within a function: its name has a part "<locals>"
+        return False
+    return is_found and is_importable(module.__name__)
 
 
 @contextlib.contextmanager

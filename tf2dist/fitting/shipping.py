@@ -3,7 +3,7 @@
     job.json        the plan, and which of the files below hold what
     *.npy           the arrays, which tasks map into their memory
     model           a model, with its weights, as Keras saves it in a folder; or
-    build.pickle    the function that builds it, by cloudpickle, if tasks cannot import it
+    build.pickle    the function that builds it, by cloudpickle
     data.pickle, validation_data.pickle    the functions that make streams, likewise
     tables          the large tables of embeddings of a model that is to predict, which all tasks map
     custom.pickle   the user's own classes and functions in a compiled model, by cloudpickle
@@ -92,11 +92,11 @@ def ship(
         if isinstance(model, keras.Model):
             with naming(f"model ({model.name})"):
                 with tables.in_use() if tables else contextlib.nullcontext():
-                    copy, sent = _ship_model(folder, model, trains=bool(plan)), {"keras": MODEL}
+                    copy = _ship_model(folder, model, trains=bool(plan))
                 if plan:
                     _check_compiled(model, copy, splits.layout)
         else:
-            sent = pickling.send_function(folder, model, BUILD, "model")
+            write_whole(folder / BUILD, pickling.pickled(model, "model"))
         stored = {
             "name": name,
             "plan": asdict(plan) if plan else None,
@@ -104,7 +104,7 @@ def ship(
             "stream": _ship_stream(folder, splits.stream),
             "validation": inputs.store(splits.validation, folder, "validation") if splits.validation else None,
             "validation_stream": _ship_stream(folder, splits.validation_stream),
-            "model": sent,
+            "is_saved": copy is not None,
             "calls_with_weights": sorted(calls_with_weights),
             "reads_progress": reads_progress,
         }
@@ -116,9 +116,9 @@ def ship(
 def _ship_stream(folder: Path, stream: Stream | None) -> dict[str, Any] | None:
     if stream is None:
         return None
+    write_whole(folder / f"{stream.argument}.pickle", pickling.pickled(stream.load, stream.argument))
     names = ("name", "count", "seed", "batch_size", "argument", "repeats")
-    sent = pickling.send_function(folder, stream.load, f"{stream.argument}.pickle", stream.argument)
-    return {**{name: getattr(stream, name) for name in names}, "load": sent}
+    return {name: getattr(stream, name) for name in names}
 
 
 # Compiled models.
@@ -364,20 +364,20 @@ class ShippedSource:
     def _stream(self, split: str) -> Stream | None:
         if not (sent := self._job[split]):
             return None
-        return Stream(**{**sent, "load": pickling.load_function(self._folder, sent["load"])})
+        return Stream(**sent, load=cloudpickle.loads((self._folder / f"{sent['argument']}.pickle").read_bytes()))
 
     def _arrays(self, split: str) -> Arrays | None:
         return inputs.load(self._job[split]) if self._job[split] else None
 
     def build(self, splits: Splits) -> keras.Model:
         """Builds a new model at each call, compiled if it is to be trained."""
-        sent = self._job["model"]
-        if "keras" in sent and self.plan:
+        is_saved: bool = self._job["is_saved"]
+        if is_saved and self.plan:
             return load_sent_model(self._folder)
-        if "keras" in sent:
+        if is_saved:
             with Tables(self._folder / TABLES).in_use():
                 return load_sent_model(self._folder)
-        function = pickling.load_function(self._folder, sent)
+        function = cloudpickle.loads((self._folder / BUILD).read_bytes())
         # For a prediction the model comes with its weights.
         return call_builder(function, self.name, splits.layout) if self.plan else function()
 
