@@ -56,7 +56,7 @@ def test_plain_values_are_restored_unchanged(value: Any) -> None:
 def test_numpy_scalars_are_restored_as_python_numbers() -> None:
     callback, other = Counter(), Counter()
     callback.kept = [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a")]
-    restore([other], state_of([callback]))
+    restore([other], changes_since({}, state_of([callback])))
     assert other.kept == [0.5, 3, True, "a"]
     assert [type(each) for each in other.kept] == [float, int, bool, str]
 
@@ -97,7 +97,7 @@ def test_callbacks_are_matched_by_class_and_not_by_position() -> None:
     callbacks = [Counter(), Counter(), keras.callbacks.History()]
     callbacks[1].kept = "second"  # type: ignore[attr-defined]
     others = [keras.callbacks.History(), Counter(), Counter(), Counter()]
-    restore(others, state_of(callbacks))
+    restore(others, changes_since({}, state_of(callbacks)))
     assert [each.kept for each in others[1:]] == [None, "second", None]  # type: ignore[attr-defined]
 
 
@@ -105,7 +105,7 @@ def test_callbacks_are_matched_by_class_and_not_by_position() -> None:
 def test_a_damaged_state_is_refused(spoil: Callable[[bytes], bytes]) -> None:
     callback = Counter()
     callback.kept = np.ones(2)
-    state = state_of([callback])
+    state = changes_since({}, state_of([callback]))
     state["callbacks"] = np.frombuffer(spoil(state["callbacks"].tobytes()), np.uint8)
     with pytest.raises(CheckpointError, match="the state of the callbacks in its checkpoint cannot be read"):
         restore([callback], state)

@@ -7,6 +7,7 @@ array, or a list, tuple or dict of these: plain values only, so that nothing is 
 or a function, is not saved: the callback has to create it again.
 """
 
+import contextlib
 import inspect
 import json
 import math
@@ -32,58 +33,36 @@ TEXT = "callbacks"  # the name of the array that holds everything but the arrays
 ENDED = "ended"  # the name of the array that says that the last hook was called
 BEGUN = "begun"  # the name of the array that holds the last epoch whose first hook was called
 NUMBERS = "biufc"
-Text = dict[str, dict[str, Any]]  # attributes by callback
+# By callback and attribute the value as JSON, in which NaN equals NaN, and 1, 1.0 and True differ; and its arrays.
+State = dict[tuple[str, str], tuple[str, dict[str, bytes]]]
 
 
 class NotPlain(Exception):
     """A value that cannot be saved."""
 
 
-def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> NamedArrays:
+def state_of(callbacks: Iterable[keras.callbacks.Callback]) -> State:
     """All plain attributes of all callbacks."""
-    arrays: NamedArrays = {}
-    text: Text = {}
+    state: State = {}
     for name, callback in _by_name(callbacks).items():
-        text[name] = {}
         for attribute in sorted(vars(callback).keys() - _constructor_arguments(callback)):
-            # Filled on the way: if a later item of a list is not plain, the arrays of earlier ones must not stay.
-            new_arrays: NamedArrays = {}
-            try:
-                text[name][attribute] = _encoded(vars(callback)[attribute], f"{TEXT}/{name}/{attribute}", new_arrays)
-            except NotPlain:
-                continue
-            arrays |= new_arrays
-    return {TEXT: _bytes(json.dumps(text).encode()), **arrays}
+            arrays: dict[str, bytes] = {}
+            with contextlib.suppress(NotPlain):
+                value = _encoded(vars(callback)[attribute], f"{TEXT}/{name}/{attribute}", arrays)
+                state[name, attribute] = json.dumps(value), arrays
+    return state
 
 
-def changes_since(before: NamedArrays, after: NamedArrays) -> NamedArrays:
-    """The part of the state `after` whose attributes are new or differ from those in `before`."""
-    # What has not changed comes from the call of `fit`, which may give another patience when a run is resumed.
-    texts = [_text(state) for state in (before, after)]
-    changed = {
-        name: {
-            attribute: value
-            for attribute, value in attributes.items()
-            if not _equal(texts[0].get(name, {}), attributes, attribute, f"{TEXT}/{name}/{attribute}", before, after)
-        }
-        for name, attributes in texts[1].items()
-    }
-    # With a slash at the end, so that an attribute "best" does not take along the arrays of "best_weights".
-    prefixes = tuple(f"{TEXT}/{name}/{attribute}/" for name, values in changed.items() for attribute in values)
-    changed_arrays = {name: array for name, array in after.items() if f"{name}/".startswith(prefixes or ("\0",))}
-    return {TEXT: _bytes(json.dumps(changed).encode()), **changed_arrays}
-
-
-def _equal(old: dict[str, Any], new: dict[str, Any], attribute: str, prefix: str, *states: NamedArrays) -> bool:
-    # As text, in which NaN equals NaN, and 1, 1.0 and True differ.
-    if attribute not in old or json.dumps(old[attribute]) != json.dumps(new[attribute]):
-        return False
-    arrays, new_arrays = (
-        {name: array for name, array in state.items() if f"{name}/".startswith(f"{prefix}/")} for state in states
-    )
-    return arrays.keys() == new_arrays.keys() and all(
-        np.array_equal(array, new_arrays[name]) for name, array in arrays.items()
-    )
+def changes_since(before: State, after: State) -> NamedArrays:
+    """The part of the state `after` whose attributes are new or differ from those in `before`, for a checkpoint."""
+    text: dict[str, dict[str, Any]] = {name: {} for name, _ in after}
+    changed: NamedArrays = {}
+    for (name, attribute), (value, arrays) in after.items():
+        # What has not changed comes from the call of `fit`, which may give another patience when a run is resumed.
+        if before.get((name, attribute)) != (value, arrays):
+            text[name][attribute] = json.loads(value)
+            changed |= {key: _array(data) for key, data in arrays.items()}
+    return {TEXT: _array(json.dumps(text).encode()), **changed}
 
 
 def restore(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays) -> None:
@@ -92,7 +71,7 @@ def restore(callbacks: Iterable[keras.callbacks.Callback], state: NamedArrays) -
         return
     callbacks_by_name = _by_name(callbacks)
     try:
-        for name, attributes in _text(state).items():
+        for name, attributes in json.loads(state[TEXT].tobytes()).items():
             for attribute, value in attributes.items():
                 # A run may be resumed without a callback that it had.
                 if name in callbacks_by_name:
@@ -126,16 +105,12 @@ def _constructor_arguments(callback: keras.callbacks.Callback) -> set[str]:
     return attributes
 
 
-def _text(state: NamedArrays) -> Text:
-    text: Text = json.loads(state[TEXT].tobytes())
-    return text
-
-
-def _bytes(data: bytes) -> np.ndarray:
+def _array(data: bytes) -> np.ndarray:
+    # Of bytes: a checkpoint refuses arrays that are not finite, but here infinity is a value like any other.
     return np.frombuffer(data, np.uint8)
 
 
-def _encoded(value: Any, key_prefix: str, arrays: NamedArrays) -> Any:
+def _encoded(value: Any, key_prefix: str, arrays: dict[str, bytes]) -> Any:
     """The value in a form for JSON; numpy arrays go into `arrays`, under the names of their places."""
     # A subclass such as an enum could not be read back as what it was; its number can.
     if value is None or isinstance(value, bool | int | float | str):
@@ -145,8 +120,7 @@ def _encoded(value: Any, key_prefix: str, arrays: NamedArrays) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in NUMBERS and value.dtype.name != "bfloat16":
             raise NotPlain
-        # As bytes: a checkpoint refuses arrays that are not finite, but here infinity is a value like any other.
-        arrays[key_prefix] = _bytes(np.ascontiguousarray(value).tobytes())
+        arrays[key_prefix] = value.tobytes()
         return {"array": [key_prefix, value.dtype.name, list(value.shape)]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
@@ -163,14 +137,10 @@ def _encoded(value: Any, key_prefix: str, arrays: NamedArrays) -> Any:
 
 def _number(value: Any) -> Any:
     """A number or string of numpy, or of a subclass, as Python's own type."""
-    if isinstance(value, np.bool_):
-        return bool(value)
-    if isinstance(value, int | np.integer):
-        return int(value)
-    if isinstance(value, float | np.floating):
-        return float(value)
-    if isinstance(value, str):
-        return str(value)
+    kinds = ((bool, np.bool_), (int, int | np.integer), (float, float | np.floating), (str, str))
+    for kind, numbers in kinds:
+        if isinstance(value, numbers):
+            return kind(value)
     raise NotPlain
 
 
@@ -227,7 +197,7 @@ class Callbacks:
         self.is_over = False
         # The state of the callbacks after `on_train_begin`: what differs from it later goes into checkpoints, and a
         # run whose tasks all start again begins from it.
-        self._at_begin: NamedArrays | None = None
+        self._at_begin: State | None = None
         self._epoch, self._begun = plan.initial_epoch, -1
         self._ended_with: NamedArrays = {}  # the state in the checkpoint of a run that had ended, until more is trained
         self._step = 0  # the global step after which hooks were called last
@@ -288,7 +258,7 @@ class Callbacks:
         else:
             # The run repeats what came after the checkpoint, so the callbacks must forget it: first everything since
             # `on_train_begin`, which is not called twice, then back to the state of the checkpoint.
-            restore(self._list.callbacks, self._at_begin)
+            restore(self._list.callbacks, changes_since({}, self._at_begin))
             self.is_over = False
         restore(self._list.callbacks, state)
         self._ended_with = state if ENDED in state else {}
