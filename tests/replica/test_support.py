@@ -8,9 +8,80 @@ import pytest
 from tests.conftest import PAGES, REPOSITORY
 from tf2dist.model import features, support
 from tf2dist.model.features import Feature
-from tf2dist.model.support import COLUMNS
 
-WAYS = [value for value in vars(support).values() if isinstance(value, support.Way)]
+WAYS = {name: value for name, value in vars(support).items() if isinstance(value, support.Way)}
+# The columns of the table in docs/modes.md: the modes, and mode=sync with algorithm=local_sgd.
+COLUMNS = ("async", "sync", "sync_replicas", "local_sgd")
+NOWHERE = dict.fromkeys(COLUMNS, "no")
+# By the name of a way of training, and by column, where what it refuses works all the same; "no" for nowhere.
+WORKS = {
+    "COMPILED": NOWHERE,
+    "BUILT": NOWHERE,
+    "ALL": NOWHERE,
+    "ASYNC": {"async": "no"},
+    "SYNC": {"sync": "no", "local_sgd": "no"},
+    "SYNC_IN_PHASES": {"sync": "no"},
+    "SEVERAL": {"sync": "one worker", "sync_replicas": "no", "local_sgd": "one worker"},
+    "SYNC_REPLICAS": {"sync_replicas": "no"},
+    "SEVERAL_REPLICAS": {"sync_replicas": "no"},
+    "LOCAL_SGD": {"local_sgd": "no"},
+    "SEVERAL_LOCAL": {"local_sgd": "one worker"},
+    "LOCAL_SGD_ON_STREAMS": {"local_sgd": "arrays"},
+    "OUTER_STEPS": {"local_sgd": "no outer steps"},
+    "SEVERAL_PS": {"async": "one ps", "sync_replicas": "one ps"},
+    "SYNC_REPLICAS_ON_SEVERAL_PS": {"sync_replicas": "one ps"},
+    "PARTITIONED": {"async": "not cut", "sync_replicas": "not cut"},
+    "XLA": {"sync": "no XLA"},
+    "XLA_ON_SEVERAL": {"sync": "one worker or no XLA", "local_sgd": "one worker or no XLA"},
+    "UNEVEN": {"sync": "full last step"},
+    "INIT_FROM": dict.fromkeys(COLUMNS, "no `init_from`"),
+}
+# The features as docs/modes.md has them.
+SHOWN = {
+    features.EAGER: "`run_eagerly`",
+    features.NOTHING_TRAINED: "a model without trainable variables",
+    features.OVERWRITTEN: "training in float8",
+    features.CONSTRAINT: "constraints",
+    features.CONSTRAINT_OF_PARTS: "constraints of variables that are cut",
+    features.SYNCHRONIZED: "synchronized layers",
+    features.MADE_LATE: "variables that are made in the first step",
+    features.NO_SUM: "metrics whose state cannot be added up over workers, such as a largest value",
+    features.FOREIGN: (
+        "a call that assigns something that is not a variable of the model, such as Keras' global random generator"
+    ),
+    features.BYPASSED: (
+        "variables of the model that its call reads past Keras, as a `ConcreteFunction` does (pass them as arguments)"
+    ),
+    features.UNGRADED: "variables that a function with a custom gradient trains in Keras alone",
+    features.NO_REDUCTION: "a loss without a reduction",
+    features.SUM_BESIDE: 'a loss with `reduction="sum"` beside others',
+    features.PARTS_BESIDE: "a mask, `ignore_class` or batches of several lengths beside another loss",
+    features.PARTS: "a masked output, `ignore_class`",
+    features.SUMMED: 'a loss with `reduction="sum"`',
+    features.ASSIGNED: "layers that assign trained variables, such as SpectralNormalization",
+    features.IN_PHASES: "a `train_step` that goes on with what it has updated",
+    features.REPEATS: "such a `train_step` that applies an optimizer, or trains a variable, more than once",
+    features.ASSIGNED_UPDATED: "such a `train_step` that also assigns what it has updated",
+    features.UNSIGNED: "untrained weights of type bool or unsigned integers",
+    features.NOT_MEAN: 'weights with an aggregation other than `"mean"`',
+    features.GATHERS: "`tf2dist.gather`",
+    features.BATCH_SUM: 'a loss, compiled or added, that is a sum over the batch without `reduction="sum"`',
+    features.GRADIENT_SUM: "a `train_step` whose gradients are a sum over the batch",
+    features.STATE_SUM: 'a weight that sums over the batch without saying so (`add_weight(aggregation="sum")`)',
+    features.STATE_NO_MEAN: (
+        "a weight that takes from a batch neither a mean nor a sum, such as a largest value or a queue, unless it is "
+        '[gathered](#sync) or has `aggregation="mean"`'
+    ),
+    features.LOSS_SCALE: "a `LossScaleOptimizer`",
+    features.CLIPS_ACCUMULATED: "`global_clipnorm` with `gradient_accumulation_steps`",
+    features.GLOBAL_CLIPNORM: "`global_clipnorm`",
+    features.OWN_APPLY: "optimizers with an `apply` or `apply_gradients` of their own",
+    features.NOT_ELEMENTWISE: "optimizers of your own; Lamb, Adafactor, Muon",
+    features.CLIPNORM: "`clipnorm`",
+    features.UNSIGNED_SLOT: "optimizers with variables of type bool or unsigned integers",
+    features.FINAL_WEIGHTS: "optimizers with final weights of their own, such as `use_ema`",
+    features.SCHEDULE_FREE: "ScheduleFreeAdamW",
+}
 # Refusals that say nothing of a way of training, by how they begin.
 OTHERS = (
     *("its builder makes other variables on", "not the same on"),  # workers compare what they have made
@@ -28,16 +99,14 @@ CASE_OF = {
 def works(feature: Feature) -> dict[str, str]:
     """By column of the table in docs/modes.md where a feature works."""
     refused = {feature, CASE_OF.get(feature)}
-    ways = [way.works for way in WAYS if any(one in way.refuses for one in refused)]
+    ways = [WORKS[name] for name, way in WAYS.items() if any(one in way.refuses for one in refused)]
     found = {column: dict.fromkeys(works[column] for works in ways if column in works) for column in COLUMNS}
     return {column: "no" if "no" in cells else ", ".join(cells) or "yes" for column, cells in found.items()}
 
 
 def table() -> tuple[list[str], list[str]]:
     """The rows of the table in docs/modes.md, and the lines of the list of what works in no column."""
-    shown = list(dict.fromkeys(feature for way in WAYS for feature in way.refuses))
-    shown.sort(key=list(vars(features).values()).index)
-    cells = {feature.shown: list(works(feature).values()) for feature in shown}
+    cells = {name: list(works(feature).values()) for feature, name in SHOWN.items()}
     rows = [f"| {name} | {' | '.join(row)} |" for name, row in cells.items() if set(row) != {"no"}]
     return rows, [f"* {name}" for name, row in cells.items() if set(row) == {"no"}]
 
@@ -76,14 +145,14 @@ def test_the_chinese_page_has_the_same_cells() -> None:
     assert lines.index("", begin) - begin == len(nowhere)
 
 
-def test_every_feature_is_refused_somewhere() -> None:
+def test_every_feature_is_refused_somewhere_and_shown() -> None:
     known = {name for name, value in vars(features).items() if isinstance(value, Feature)}
-    refused = {feature for way in WAYS for feature in way.refuses}
-    assert {name for name in known if getattr(features, name) not in refused} == set()
+    refused = {feature for way in WAYS.values() for feature in way.refuses}
+    assert {name for name in known if getattr(features, name) not in refused & SHOWN.keys()} == set()
+    assert WORKS.keys() == WAYS.keys()
 
 
-# By numbers: the text of a way has addresses of functions, and the processes of pytest-xdist must agree on the names.
-@pytest.mark.parametrize("way", WAYS, ids=[str(number) for number in range(len(WAYS))])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_each_refusal_has_a_way_out(way: support.Way) -> None:
     facts = {"compute": "compute it from", "last_batch": 2, "num_workers": 3}
     for feature in way.refuses:

@@ -36,12 +36,10 @@ class Feature:
     Attributes:
         of: what `find` takes: "model", a model; "step", a `Step`; "losses", a `CompiledStep`; "train_step", an
             `OwnStep`; "optimizer", a `Trained`.
-        shown: in docs/modes.md.
         find: what has the feature, such as the path of a variable; None if nothing has it.
     """
 
     of: str
-    shown: str
     find: Callable[[Any], str | None]
 
 
@@ -56,26 +54,16 @@ def _when(condition: Any) -> str | None:
 
 # Features of a model.
 
-EAGER = Feature("model", "`run_eagerly`", lambda model: _when(model.run_eagerly))
-NOTHING_TRAINED = Feature(
-    "model", "a model without trainable variables", lambda model: _when(not model.trainable_variables)
-)
-OVERWRITTEN = Feature(
-    "model",
-    "training in float8",
-    lambda model: _first(v for v in model.trainable_variables if v.overwrite_with_gradient),
-)
-CONSTRAINT = Feature(
-    "model", "constraints", lambda model: _first(v for v in model.trainable_variables if v.constraint is not None)
-)
+EAGER = Feature("model", lambda model: _when(model.run_eagerly))
+NOTHING_TRAINED = Feature("model", lambda model: _when(not model.trainable_variables))
+OVERWRITTEN = Feature("model", lambda model: _first(v for v in model.trainable_variables if v.overwrite_with_gradient))
+CONSTRAINT = Feature("model", lambda model: _first(v for v in model.trainable_variables if v.constraint is not None))
 CONSTRAINT_OF_PARTS = Feature(
     "model",
-    "constraints of variables that are cut",
     lambda model: _first(v for v in model.trainable_variables if v.constraint is not None and len(parts_of(v)) > 1),
 )
 SYNCHRONIZED = Feature(
     "model",
-    "synchronized layers",
     lambda model: next((layer.name for layer in layers_of(model) if getattr(layer, "synchronized", False)), None),
 )
 
@@ -121,65 +109,29 @@ def _not_mean(step: Step) -> str | None:
     return next(found, None)
 
 
-MADE_LATE = Feature("step", "variables that are made in the first step", lambda step: _first(_made_late(step)))
-NO_SUM = Feature(
-    "step",
-    "metrics whose state cannot be added up over workers, such as a largest value",
-    lambda step: _first(_no_sums(step)),
-)
-FOREIGN = Feature(
-    "step",
-    "a call that assigns something that is not a variable of the model, such as Keras' global random generator",
-    lambda step: next(iter(step.trace.foreign), None),
-)
-BYPASSED = Feature(
-    "step",
-    "variables of the model that its call reads past Keras, as a `ConcreteFunction` does (pass them as arguments)",
-    lambda step: next(iter(step.trace.bypassed), None),
-)
-UNGRADED = Feature(
-    "losses",
-    "variables that a function with a custom gradient trains in Keras alone",
-    lambda step: _first(step.hidden),
-)
-NO_REDUCTION = Feature("losses", "a loss without a reduction", lambda step: _when({None, "none"} & _reductions(step)))
+MADE_LATE = Feature("step", lambda step: _first(_made_late(step)))
+NO_SUM = Feature("step", lambda step: _first(_no_sums(step)))
+FOREIGN = Feature("step", lambda step: next(iter(step.trace.foreign), None))
+BYPASSED = Feature("step", lambda step: next(iter(step.trace.bypassed), None))
+UNGRADED = Feature("losses", lambda step: _first(step.hidden))
+NO_REDUCTION = Feature("losses", lambda step: _when({None, "none"} & _reductions(step)))
 SUM_BESIDE = Feature(
-    "losses",
-    'a loss with `reduction="sum"` beside others',
-    lambda step: _when("sum" in _reductions(step) and (len(step.losses) > 1 or step.forward_trace.penalties)),
+    "losses", lambda step: _when("sum" in _reductions(step) and (len(step.losses) > 1 or step.forward_trace.penalties))
 )
 # With a mask Keras divides by the parts that are left, whose number differs between the replicas. Only of a single loss
 # is the total known in time.
 PARTS_BESIDE = Feature(
-    "losses",
-    "a mask, `ignore_class` or batches of several lengths beside another loss",
-    lambda step: _when(_is_weighted(step) and (not step.weighs_losses or step.forward_trace.penalizes_batch)),
+    "losses", lambda step: _when(_is_weighted(step) and (not step.weighs_losses or step.forward_trace.penalizes_batch))
 )
-PARTS = Feature("losses", "a masked output, `ignore_class`", lambda step: _when(_is_weighted(step)))
-SUMMED = Feature("step", 'a loss with `reduction="sum"`', lambda step: _when(step.sums_losses))
-ASSIGNED = Feature(
-    "step",
-    "layers that assign trained variables, such as SpectralNormalization",
-    lambda step: _first(step.trace.assigned),
-)
-IN_PHASES = Feature(
-    "train_step",
-    "a `train_step` that goes on with what it has updated",
-    lambda step: _when(step.is_in_phases),
-)
-REPEATS = Feature(
-    "train_step",
-    "such a `train_step` that applies an optimizer, or trains a variable, more than once",
-    lambda step: _when(step.is_in_phases and step.repeats),
-)
-ASSIGNED_UPDATED = Feature(
-    "train_step",
-    "such a `train_step` that also assigns what it has updated",
-    lambda step: _first(step.trace.assigned) if step.is_in_phases else None,
-)
-UNSIGNED = Feature("step", "untrained weights of type bool or unsigned integers", lambda step: _unsigned_of(step.state))
-NOT_MEAN = Feature("step", 'weights with an aggregation other than `"mean"`', _not_mean)
-GATHERS = Feature("step", "`tf2dist.gather`", lambda step: _when(step.trace.gathers))
+PARTS = Feature("losses", lambda step: _when(_is_weighted(step)))
+SUMMED = Feature("step", lambda step: _when(step.sums_losses))
+ASSIGNED = Feature("step", lambda step: _first(step.trace.assigned))
+IN_PHASES = Feature("train_step", lambda step: _when(step.is_in_phases))
+REPEATS = Feature("train_step", lambda step: _when(step.is_in_phases and step.repeats))
+ASSIGNED_UPDATED = Feature("train_step", lambda step: _first(step.trace.assigned) if step.is_in_phases else None)
+UNSIGNED = Feature("step", lambda step: _unsigned_of(step.state))
+NOT_MEAN = Feature("step", _not_mean)
+GATHERS = Feature("step", lambda step: _when(step.trace.gathers))
 
 # Features that `model_checks` finds when it runs a step.
 
@@ -188,21 +140,10 @@ def _run_elsewhere(step: Step) -> None:
     """Finds nothing: see `model_checks.check_batches`."""
 
 
-BATCH_SUM = Feature(
-    "step", 'a loss, compiled or added, that is a sum over the batch without `reduction="sum"`', _run_elsewhere
-)
-GRADIENT_SUM = Feature("step", "a `train_step` whose gradients are a sum over the batch", _run_elsewhere)
-STATE_SUM = Feature(
-    "step",
-    'a weight that sums over the batch without saying so (`add_weight(aggregation="sum")`)',
-    _run_elsewhere,
-)
-STATE_NO_MEAN = Feature(
-    "step",
-    "a weight that takes from a batch neither a mean nor a sum, such as a largest value or a queue, unless it is "
-    '[gathered](#sync) or has `aggregation="mean"`',
-    _run_elsewhere,
-)
+BATCH_SUM = Feature("step", _run_elsewhere)
+GRADIENT_SUM = Feature("step", _run_elsewhere)
+STATE_SUM = Feature("step", _run_elsewhere)
+STATE_NO_MEAN = Feature("step", _run_elsewhere)
 
 # Features of an optimizer.
 
@@ -235,41 +176,20 @@ def _any_group(trained: Trained, condition: Callable[[keras.Optimizer], Any]) ->
 
 
 LOSS_SCALE = Feature(
-    "optimizer",
-    "a `LossScaleOptimizer`",
-    lambda trained: _when(isinstance(trained.optimizer, keras.optimizers.LossScaleOptimizer)),
+    "optimizer", lambda trained: _when(isinstance(trained.optimizer, keras.optimizers.LossScaleOptimizer))
 )
 CLIPS_ACCUMULATED = Feature(
     "optimizer",
-    "`global_clipnorm` with `gradient_accumulation_steps`",
     lambda trained: _any_group(trained, lambda one: one.global_clipnorm and one.gradient_accumulation_steps),
 )
-GLOBAL_CLIPNORM = Feature(
-    "optimizer", "`global_clipnorm`", lambda trained: _any_group(trained, lambda one: one.global_clipnorm)
-)
-OWN_APPLY = Feature("optimizer", "optimizers with an `apply` or `apply_gradients` of their own", _own_apply)
-NOT_ELEMENTWISE = Feature(
-    "optimizer",
-    "optimizers of your own; Lamb, Adafactor, Muon",
-    _not_elementwise,
-)
-CLIPNORM = Feature(
-    "optimizer", "`clipnorm`", lambda trained: next((path for inner, path in _cut(trained) if inner.clipnorm), None)
-)
-UNSIGNED_SLOT = Feature(
-    "optimizer",
-    "optimizers with variables of type bool or unsigned integers",
-    lambda trained: _unsigned_of(state_of(trained.optimizer)),
-)
-FINAL_WEIGHTS = Feature(
-    "optimizer",
-    "optimizers with final weights of their own, such as `use_ema`",
-    lambda trained: _when(finalizes(trained.optimizer)),
-)
+GLOBAL_CLIPNORM = Feature("optimizer", lambda trained: _any_group(trained, lambda one: one.global_clipnorm))
+OWN_APPLY = Feature("optimizer", _own_apply)
+NOT_ELEMENTWISE = Feature("optimizer", _not_elementwise)
+CLIPNORM = Feature("optimizer", lambda trained: next((path for inner, path in _cut(trained) if inner.clipnorm), None))
+UNSIGNED_SLOT = Feature("optimizer", lambda trained: _unsigned_of(state_of(trained.optimizer)))
+FINAL_WEIGHTS = Feature("optimizer", lambda trained: _when(finalizes(trained.optimizer)))
 SCHEDULE_FREE = Feature(
-    "optimizer",
-    "ScheduleFreeAdamW",
-    lambda trained: _when(ScheduleFreeAdamW in map(type, inner_optimizers(trained.optimizer))),
+    "optimizer", lambda trained: _when(ScheduleFreeAdamW in map(type, inner_optimizers(trained.optimizer)))
 )
 
 

@@ -16,21 +16,15 @@ from tf2dist.model.own_step import OwnStep
 from tf2dist.model.scopes import WAY_OUT
 from tf2dist.model.step import Step
 
-# The columns of the table in docs/modes.md: the modes, and mode=sync with algorithm=local_sgd.
-COLUMNS = ("async", "sync", "sync_replicas", "local_sgd")
-NOWHERE = dict.fromkeys(COLUMNS, "no")
-
 
 class Way(NamedTuple):
     """A way of training, with the features that it refuses.
 
     Attributes:
-        works: by column of docs/modes.md where what it refuses works all the same, such as "one ps"; "no" for nowhere.
         option: that chooses it.
         refuses: by feature the reason and the way out, in which {it} is what has the feature, and {option} the option.
     """
 
-    works: Mapping[str, str]
     option: str
     refuses: dict[Feature, str]
 
@@ -91,7 +85,6 @@ TAKES_MEAN = (
 )
 
 COMPILED = Way(
-    NOWHERE,
     "",
     {
         features.EAGER: (
@@ -101,7 +94,6 @@ COMPILED = Way(
     },
 )
 BUILT = Way(
-    NOWHERE,
     "",
     {
         features.NOTHING_TRAINED: "has no trainable variables; make some of them trainable",
@@ -111,7 +103,6 @@ BUILT = Way(
     },
 )
 ALL = Way(
-    NOWHERE,
     "",
     {
         features.MADE_LATE: (
@@ -135,7 +126,6 @@ ALL = Way(
     },
 )
 ASYNC = Way(
-    {"async": "no"},
     "mode=async",
     {
         features.LOSS_SCALE: SCALED,
@@ -159,9 +149,8 @@ ASYNC = Way(
         ),
     },
 )
-SYNC = Way({"sync": "no", "local_sgd": "no"}, "mode=sync", {features.UNSIGNED: NO_MEAN_OF_TYPE})
+SYNC = Way("mode=sync", {features.UNSIGNED: NO_MEAN_OF_TYPE})
 SYNC_IN_PHASES = Way(
-    {"sync": "no"},
     "mode=sync",
     {
         features.ASSIGNED_UPDATED: (
@@ -171,7 +160,6 @@ SYNC_IN_PHASES = Way(
 )
 # Replicas that share a step, where the gradient over a whole step must follow from the gradients of the replicas.
 SEVERAL = Way(
-    {"sync": "one worker", "sync_replicas": "no", "local_sgd": "one worker"},
     "",
     {
         # A mean is weighted by the replica's share of the step, a sum is not: their total is neither.
@@ -204,12 +192,10 @@ SEVERAL = Way(
     },
 )
 SYNC_REPLICAS = Way(
-    {"sync_replicas": "no"},
     "mode=sync_replicas",
     {features.LOSS_SCALE: SCALED, features.IN_PHASES: AT_THE_END, features.UNSIGNED: NO_MEAN_OF_TYPE},
 )
 SEVERAL_REPLICAS = Way(
-    {"sync_replicas": "no"},
     "mode=sync_replicas",
     {
         features.PARTS: (
@@ -221,7 +207,6 @@ SEVERAL_REPLICAS = Way(
     },
 )
 LOCAL_SGD = Way(
-    {"local_sgd": "no"},
     "algorithm=local_sgd",
     {
         features.LOSS_SCALE: SCALED,
@@ -232,9 +217,8 @@ LOCAL_SGD = Way(
         ),
     },
 )
-SEVERAL_LOCAL = Way({"local_sgd": "one worker"}, "algorithm=local_sgd", {features.NOT_MEAN: TAKES_MEAN})
+SEVERAL_LOCAL = Way("algorithm=local_sgd", {features.NOT_MEAN: TAKES_MEAN})
 LOCAL_SGD_ON_STREAMS = Way(
-    {"local_sgd": "arrays"},
     "algorithm=local_sgd",
     {
         # From its own batch a worker can estimate the sum over those of a step only if it knows the others' sizes.
@@ -245,7 +229,6 @@ LOCAL_SGD_ON_STREAMS = Way(
     },
 )
 OUTER_STEPS = Way(
-    {"local_sgd": "no outer steps"},
     "algorithm=local_sgd",
     {
         features.FINAL_WEIGHTS: (
@@ -255,12 +238,10 @@ OUTER_STEPS = Way(
     },
 )
 SEVERAL_PS = Way(
-    {"async": "one ps", "sync_replicas": "one ps"},
     "",
     {features.OWN_APPLY: "{it} of its own, and would get only the variables of one ps there; use one ps, or mode=sync"},
 )
 SYNC_REPLICAS_ON_SEVERAL_PS = Way(
-    {"sync_replicas": "one ps"},
     "mode=sync_replicas",
     {
         features.GLOBAL_CLIPNORM: (
@@ -270,7 +251,6 @@ SYNC_REPLICAS_ON_SEVERAL_PS = Way(
     },
 )
 PARTITIONED = Way(
-    {"async": "not cut", "sync_replicas": "not cut"},
     "cluster.placement=partitioned",
     {
         features.NOT_ELEMENTWISE: (
@@ -287,7 +267,6 @@ PARTITIONED = Way(
     },
 )
 XLA = Way(
-    {"sync": "no XLA"},
     "devices.xla=true",
     {
         features.IN_PHASES: (
@@ -298,7 +277,6 @@ XLA = Way(
 )
 # XLA cannot compile an all-reduce.
 XLA_ON_SEVERAL = Way(
-    {"sync": "one worker or no XLA", "local_sgd": "one worker or no XLA"},
     "devices.xla=true",
     {
         features.SYNCHRONIZED: (
@@ -311,7 +289,6 @@ XLA_ON_SEVERAL = Way(
 )
 # A worker without an example computes one of padding, with weight 0. A synchronized layer would count it like others.
 UNEVEN = Way(
-    {"sync": "full last step"},
     "mode=sync",
     {
         features.SYNCHRONIZED: (
@@ -321,7 +298,6 @@ UNEVEN = Way(
     },
 )
 INIT_FROM = Way(
-    dict.fromkeys(COLUMNS, "no `init_from`"),
     "init_from",
     {
         features.SCHEDULE_FREE: (
