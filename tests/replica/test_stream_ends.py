@@ -20,8 +20,9 @@ from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
 from tf2dist.checkpoint.store import NoSaver
+from tf2dist.data.passes import UNKNOWN_STEPS, Sharding
 from tf2dist.data.splits import Splits
-from tf2dist.data.stream import UNKNOWN_STEPS, Reader, Shard, Stream, StreamSharding
+from tf2dist.data.stream import Reader, Shard, Stream
 from tf2dist.errors import DataError
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
@@ -237,8 +238,8 @@ def test_a_synchronous_run_continues_within_its_epoch(sync_workers: SyncWorkers)
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_another_number_of_workers_leaves_out_as_many_batches_of_the_epoch(whole: bool) -> None:
-    def sharding(workers: int, steps: int | None = None) -> StreamSharding:
-        return StreamSharding.of(steps, BATCH, workers, SEED, whole)
+    def sharding(workers: int, steps: int = UNKNOWN_STEPS) -> Sharding:
+        return Sharding(steps * (workers if whole else 1) * BATCH, BATCH, workers, SEED, whole)
 
     positions = [6, 6, 6] if whole else [5, 6, 7]
     plan, first_step = EpochPlan(epochs=4), 30
@@ -255,7 +256,7 @@ def test_another_number_of_workers_leaves_out_as_many_batches_of_the_epoch(whole
 
 def test_an_epoch_that_had_a_number_of_steps_begins_again() -> None:
     """Its batches were counted over several passes, so their numbers do not tell where the pass is."""
-    counted, ends = (StreamSharding.of(steps, BATCH, 2, SEED, True) for steps in (20, None))
+    counted, ends = (Sharding(steps * 2 * BATCH, BATCH, 2, SEED, True) for steps in (20, UNKNOWN_STEPS))
     before = replace(facts(36), input=input_facts(counted, positions=[36, 36]))
     snapshot = Snapshot(36, {EPOCH_ARRAY: EpochPosition(1, 20, 20).to_array()}, before)
     assert stream_positions(snapshot, ends) == [0, 0]

@@ -17,8 +17,9 @@ from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
 from tf2dist.data import splits
 from tf2dist.data.arrays import Arrays
+from tf2dist.data.passes import Sharding
 from tf2dist.data.splits import Splits
-from tf2dist.data.stream import Load, Reader, Shard, Stream, StreamSharding
+from tf2dist.data.stream import Load, Reader, Shard, Stream
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
 
@@ -223,8 +224,8 @@ def test_whole_passes_are_not_read_again() -> None:
 def test_positions_count_batches_of_the_streams(whole: bool) -> None:
     """Another length of the epochs keeps each position; another number of workers keeps the fraction of the epoch."""
 
-    def sharding(steps: int, workers: int) -> StreamSharding:
-        return StreamSharding.of(steps, BATCH, workers, SEED, whole)
+    def sharding(steps: int, workers: int) -> Sharding:
+        return Sharding(steps * (workers if whole else 1) * BATCH, BATCH, workers, SEED, whole)
 
     positions = [6, 6, 6] if whole else [5, 6, 7]
     before = input_facts(sharding(12, 3), positions=positions)

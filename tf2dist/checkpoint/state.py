@@ -22,8 +22,7 @@ from tf2dist.checkpoint.snapshot import (
     is_finite,
 )
 from tf2dist.config.schema import KerasConfig, RunConfig
-from tf2dist.data.passes import InputPosition, NumberedSteps, Sharding
-from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
+from tf2dist.data.passes import UNKNOWN_STEPS, InputPosition, NumberedSteps, Sharding
 from tf2dist.errors import CheckpointError, ConfigError, NotFiniteError
 from tf2dist.model.features import finalizes
 from tf2dist.model.shards import Part, assign_piece, joined, parts_of, read_piece, row_pieces
@@ -375,11 +374,7 @@ def input_facts(sharding: Sharding, position: InputPosition | None = None, posit
 
 def has_sharding(snapshot: Snapshot, sharding: Sharding) -> bool:
     """Whether the snapshot's run divided the training set in this way."""
-    before, now = snapshot.facts.input.sharding, ShardingFacts(**asdict(sharding))
-    # A stream is the same however many of its examples make an epoch.
-    if isinstance(sharding, StreamSharding):
-        before = replace(before, num_examples=now.num_examples)
-    return before == now
+    return snapshot.facts.input.sharding == ShardingFacts(**asdict(sharding))
 
 
 def input_position(snapshot: Snapshot | None, sharding: Sharding) -> InputPosition:
@@ -416,7 +411,9 @@ def stream_positions(snapshot: Snapshot | None, sharding: Sharding) -> list[int]
     before = snapshot.facts.input
     if sharding.ends_with_data and before.sharding.num_examples < UNKNOWN_STEPS:
         return [0] * sharding.num_shards  # those of before are not counted within the epoch, which begins again
-    if before.positions and has_sharding(snapshot, sharding):
+    # A stream is the same however many of its examples make an epoch.
+    now = replace(ShardingFacts(**asdict(sharding)), num_examples=before.sharding.num_examples)
+    if before.positions and before.sharding == now:
         return list(before.positions)
     if sharding.ends_with_data:
         return [round(sum(before.positions) / sharding.num_shards)] * sharding.num_shards

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 Range = tuple[int, int]  # the first, and the one after the last
+UNKNOWN_STEPS = 1 << 40  # stands for the steps of an epoch that ends with the data; beyond those of any run
 
 
 class ExampleOrder(NamedTuple):
@@ -48,10 +49,10 @@ def _order_of_pass(order: ExampleOrder, number: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the training set is cut into steps and batches.
+    """How the training set is cut into steps and batches, or how steps over streams are counted.
 
     Attributes:
-        num_examples: of the whole training set.
+        num_examples: of the whole training set; of streams, what the batches of an epoch hold if all of them are full.
         batch_size: of one replica: a worker, or one of the GPUs of a synchronous one.
         num_shards: the number of replicas.
         seed: of the permutations; every pass has its own.
@@ -92,8 +93,8 @@ class Sharding:
 
     @property
     def ends_with_data(self) -> bool:
-        """Whether nobody knows the steps of an epoch before the data has come to its end; see `UNKNOWN_STEPS`."""
-        return False
+        """Whether nobody knows the steps of an epoch before the data has come to its end."""
+        return self.steps_per_pass == UNKNOWN_STEPS
 
     def updates_in(self, steps: int) -> int:
         """The updates of the model in so many steps."""

@@ -15,13 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.data.arrays import Layout, leaves_of
-from tf2dist.data.passes import Sharding
 from tf2dist.data.pipeline import NO_AUTOGRAPH
 from tf2dist.errors import DataError, first_line, kind_of, reason_of, users_location
 from tf2dist.tf_constants import NODES
 
 PARTS = ("x", "y", "sample_weight")
-UNKNOWN_STEPS = 1 << 40  # stands for the steps of an epoch that ends with the data; beyond those of any run
 READ_AHEAD = 2  # batches that TensorFlow prepares, beside those that a `Reader` has fetched
 
 
@@ -43,26 +41,6 @@ class Shard:
 
 
 Load: TypeAlias = Callable[[Shard], tf.data.Dataset]
-
-
-@dataclass(frozen=True)
-class StreamSharding(Sharding):
-    """How steps over streams are counted; their batches come as they are.
-
-    `num_examples` is what the batches of an epoch hold if all of them are full.
-    """
-
-    @classmethod
-    def of(
-        cls, steps_per_epoch: int | None, batch_size: int, num_shards: int, seed: int, whole_batch_loss: bool
-    ) -> "StreamSharding":
-        """`steps_per_epoch`: global steps; None: an epoch ends with the data. For the others see `Sharding`."""
-        batches = (steps_per_epoch or UNKNOWN_STEPS) * (num_shards if whole_batch_loss else 1)
-        return cls(batches * batch_size, batch_size, num_shards, seed, whole_batch_loss)
-
-    @property
-    def ends_with_data(self) -> bool:
-        return self.steps_per_pass == UNKNOWN_STEPS
 
 
 class Stream:

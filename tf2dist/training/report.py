@@ -14,7 +14,7 @@ import tensorflow as tf
 from tf2dist.cluster.spec import Task
 from tf2dist.config.decode import flatten
 from tf2dist.config.schema import RunConfig
-from tf2dist.data.stream import UNKNOWN_STEPS
+from tf2dist.data.passes import UNKNOWN_STEPS
 from tf2dist.messages import ProgressMessage, ResultMessage, ToLauncher, metrics_text
 from tf2dist.model.evaluation import Evaluation
 from tf2dist.model.metrics import Metrics, scalars_of

@@ -22,9 +22,8 @@ from tf2dist.checkpoint.state import (
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.location import DEFAULT_EPOCHS
-from tf2dist.data.passes import NumberedSteps, Sharding
+from tf2dist.data.passes import UNKNOWN_STEPS, NumberedSteps, Sharding
 from tf2dist.data.splits import Splits
-from tf2dist.data.stream import UNKNOWN_STEPS, StreamSharding
 from tf2dist.errors import ConfigError
 from tf2dist.messages import ToLauncher
 from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
@@ -102,7 +101,8 @@ def sharding_of(
     is_sync, replicas = mode != "async", None
     if splits.stream:
         assert plan, "streams come from a call of `fit`"
-        return StreamSharding.of(plan.steps_per_epoch, batch_size, num_shards, config.seed, is_sync)
+        batches = (plan.steps_per_epoch or UNKNOWN_STEPS) * (num_shards if is_sync else 1)
+        return Sharding(batches * batch_size, batch_size, num_shards, config.seed, is_sync)
     if mode == "sync_replicas" and (batches := config.batches_per_update(num_shards)) != num_shards:
         replicas = batches
     return Sharding(len(splits.train), batch_size, num_shards, config.seed, is_sync, shuffle, replicas)

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot, Weights
-from tf2dist.data.stream import UNKNOWN_STEPS
+from tf2dist.data.passes import UNKNOWN_STEPS
 from tf2dist.model.evaluation import Evaluation, chunks
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
 from tf2dist.training.parameter_server.async_setup import PsRun, prepare

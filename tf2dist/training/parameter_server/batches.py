@@ -20,10 +20,10 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import InputFacts
 from tf2dist.checkpoint.state import input_facts
 from tf2dist.data.arrays import Layout
-from tf2dist.data.passes import ExampleOrder, NumberedSteps, Range, Sharding
+from tf2dist.data.passes import UNKNOWN_STEPS, ExampleOrder, NumberedSteps, Range, Sharding
 from tf2dist.data.pipeline import RangePipeline
 from tf2dist.data.splits import Splits
-from tf2dist.data.stream import UNKNOWN_STEPS, Reader
+from tf2dist.data.stream import Reader
 from tf2dist.tf_internals.tensorflow import publish_functions
 from tf2dist.training.parameter_server.counters import TOTALS
 from tf2dist.training.parameter_server.server import ParameterServer
