@@ -175,9 +175,9 @@ def announce(driver: Driver, note: str, run_dir: Path, to_launcher: ToLauncher) 
             f"{run_dir}: this run had ended at step {loop.start.step}; nothing was trained; name another run_dir for a "
             "new run"
         )
-    if loop.advice.warning:
-        to_launcher.warn(loop.advice.warning)
-    for text in (note, loop.advice.note):
+    if loop.warning:
+        to_launcher.warn(loop.warning)
+    for text in (note, loop.note):
         if text and not loop.progress.global_step:  # a resumed run has printed it before
             to_launcher.note(text)
     to_launcher.send(Began(loop.progress.global_step))

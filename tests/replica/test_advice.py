@@ -12,5 +12,5 @@ def test_embedding_rows_that_are_looked_up_twice_cause_a_note(async_loop: Any, p
     for name, says in (("two outputs", "embedding"), ("recurrent", ""), ("regression", "")):
         source = source_of(name)
         publishing(source.load())
-        advice = async_loop(config_of(BATCH), 1, 1, source=source).advice.note
+        advice = async_loop(config_of(BATCH), 1, 1, source=source).note
         assert says in advice and bool(says) == bool(advice), name  # noqa: PT018

@@ -183,13 +183,13 @@ def test_an_optimizer_that_moves_all_rows_moves_them(
     source = InMemorySource(make, SPLITS)
     loop = async_loop(config_of(), 1, 2, source=source)
     assert not loop.step.tables
-    assert f"its {ROWS:,} rows travel in each step, since Adam" in loop.advice.note
-    assert "optimizer.lazy_rows=true" in loop.advice.note
+    assert f"its {ROWS:,} rows travel in each step, since Adam" in loop.note
+    assert "optimizer.lazy_rows=true" in loop.note
     loop.train(STEPS)
     assert_equals_keras(loop, make, tolerance=1e-4)  # Adam's step of a gradient near 0 depends on its last bits
     lazy = async_loop(config_of(optimizer={"lazy_rows": True}), 1, 2, source=source)
     assert len(tables_of(lazy)) == 2
-    assert "Adam changes only the rows that a batch looks up" in lazy.advice.note
+    assert "Adam changes only the rows that a batch looks up" in lazy.note
     lazy.train(STEPS)
     before, after = (model.get_layer("items").embeddings.numpy() for model in (make(), lazy.model))
     looked_up = np.unique(SPLITS.train.x["item"])

@@ -141,7 +141,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     loop = async_loop(config, 1, 2, source=source)
     drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit(name))
-    assert ("ScheduleFreeAdamW" in loop.advice.note) == (name == "ScheduleFreeAdamW"), loop.advice
+    assert ("ScheduleFreeAdamW" in loop.note) == (name == "ScheduleFreeAdamW"), loop.note
 
 
 def train_with_all(worker: SyncWorker) -> dict[str, Any]:

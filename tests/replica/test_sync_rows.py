@@ -91,7 +91,7 @@ def train(worker: SyncWorker, runs: list[Run]) -> list[Training]:
         weights = [v.numpy() for v in loop.model.trainable_variables]
         loss = loop.evaluate("test").metrics["loss"] if is_trained else np.nan
         paths = [table.path for table in loop.step.tables]
-        trained.append(Training(weights, paths, loop.updates_applied(), loss, loop.advice.note))
+        trained.append(Training(weights, paths, loop.updates_applied(), loss, loop.note))
     return trained
 
 

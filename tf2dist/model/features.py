@@ -1,13 +1,14 @@
 """Features of models and optimizers that not every way of training supports; `support` says which refuses which."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 
 from tf2dist.model.compiled_step import MEANS, WEIGHTED_MEAN, CompiledStep
+from tf2dist.model.own_step import Group
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Step
 from tf2dist.tf_internals.keras import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of, seeds_of, state_of
@@ -22,20 +23,13 @@ ELEMENTWISE = (
 )
 
 
-class Trained(NamedTuple):
-    """An optimizer and the variables that it trains."""
-
-    optimizer: keras.Optimizer
-    variables: Sequence[keras.Variable]
-
-
 @dataclass(frozen=True, eq=False)
 class Feature:
     """Something that a model or an optimizer may have.
 
     Attributes:
         of: what `find` takes: "model", a model; "step", a `Step`; "losses", a `CompiledStep`; "train_step", an
-            `OwnStep`; "optimizer", a `Trained`.
+            `OwnStep`; "optimizer", a `Group`.
         find: what has the feature, such as the path of a variable; None if nothing has it.
     """
 
@@ -148,7 +142,7 @@ STATE_NO_MEAN = Feature("step", _run_elsewhere)
 # Features of an optimizer.
 
 
-def _own_apply(trained: Trained) -> str | None:
+def _own_apply(trained: Group) -> str | None:
     methods = ("apply", "apply_gradients", "stateless_apply")
     for kind in map(type, inner_optimizers(trained.optimizer)):
         for method in methods:
@@ -157,21 +151,21 @@ def _own_apply(trained: Trained) -> str | None:
     return None
 
 
-def _cut(trained: Trained) -> Iterator[tuple[keras.Optimizer, str]]:
+def _cut(trained: Group) -> Iterator[tuple[keras.Optimizer, str]]:
     """The optimizers that train variables of which a ps has only a part, each with the path of the first one."""
-    for inner, variables in groups_of(trained.optimizer, list(trained.variables)):
+    for inner, variables in groups_of(trained.optimizer, trained.variables):
         if path := _first(v for v in variables if len(parts_of(v)) > 1):
             yield inner, path
 
 
-def _not_elementwise(trained: Trained) -> str | None:
+def _not_elementwise(trained: Group) -> str | None:
     # The exact type: a subclass may have another update.
     found = [(path, type(inner)) for inner, path in _cut(trained) if type(inner) not in ELEMENTWISE]
     return next((f"{path} is cut over several ps, and {kind.__name__}" for path, kind in found), None)
 
 
-def _any_group(trained: Trained, condition: Callable[[keras.Optimizer], Any]) -> str | None:
-    groups = groups_of(trained.optimizer, list(trained.variables))
+def _any_group(trained: Group, condition: Callable[[keras.Optimizer], Any]) -> str | None:
+    groups = groups_of(trained.optimizer, trained.variables)
     return _when(any(condition(inner) for inner, variables in groups if variables))
 
 

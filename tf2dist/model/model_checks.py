@@ -4,7 +4,7 @@ Refusals that depend on the way of training are in `support`.
 """
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -147,27 +147,14 @@ def _check_changes(name: str, changes: list[StateChange], gathers: bool) -> str:
     )
 
 
-class Advice(NamedTuple):
-    """Advice on a model before it is trained; each text is empty if there is nothing to say.
-
-    Attributes:
-        warning: asks for a change.
-        note: says what differs from Keras, and asks for nothing.
-    """
-
-    warning: str
-    note: str
-
-
-def advice_on(step: Step, optimizer: keras.Optimizer, note: str) -> Advice:
-    """Advice on a model and its optimizer.
+def notes_on(step: Step, optimizer: keras.Optimizer, note: str) -> str:
+    """What differs from Keras in a model and its optimizer; empty for nothing.
 
     Args:
         note: what is known already.
     """
     of_optimizer = note_on_first_values(optimizer) or note_on_lookups(step, optimizer)
-    notes = (note, of_optimizer, note_on_numbers(step), note_on_gradients(step))
-    return Advice(advice_on_outputs(step), "; ".join(filter(None, notes)))
+    return "; ".join(filter(None, (note, of_optimizer, note_on_numbers(step), note_on_gradients(step))))
 
 
 def advice_on_outputs(step: Step) -> str:

@@ -1,29 +1,27 @@
 """Which tables travel by rows: those whose optimizer leaves alone the rows that a batch does not look up."""
 
-from typing import Any
-
 import keras
 
 from tf2dist.config.checks import LAZY_ROWS
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
 from tf2dist.model.step import Step
 from tf2dist.model.tables import can_be_lazy, is_exact_by_row
 from tf2dist.tf_internals.keras import groups_of
 
-XLA_HAS_NO_ROWS = "devices.xla compiles a step for each number of rows"
 
-
-def choose_tables(name: str, step: Step, optimizer: keras.Optimizer, options: dict[str, Any], why_not: str) -> str:
-    """Sets `Step.tables`; returns a note on what differs from Keras, or costs time.
+def choose_tables(name: str, step: Step, optimizer: keras.Optimizer, config: RunConfig, why_not: str) -> str:
+    """Sets `Step.tables`; returns a note on what differs from Keras, or costs time; empty for nothing.
 
     Args:
         name: of the model.
         optimizer: with the settings of the run.
-        options: of the optimizer.
-        why_not: what keeps tables from travelling by rows in this run; empty for nothing.
+        why_not: why the mode lets no table travel by rows; empty if it does.
     """
-    lazily = options.get(LAZY_ROWS, False)
+    lazily = config.optimizer.get(LAZY_ROWS, False)
     tables = step.lookups.find(step.trainable)
+    if config.devices.xla:
+        why_not = "devices.xla compiles a step for each number of rows"
     if why_not:
         tables, whole = [], tables
         return "; ".join(_whole(table, why_not) for table in whole)

@@ -11,8 +11,8 @@ import keras
 
 from tf2dist.errors import ConfigError
 from tf2dist.model import features
-from tf2dist.model.features import Feature, Trained
-from tf2dist.model.own_step import OwnStep
+from tf2dist.model.features import Feature
+from tf2dist.model.own_step import Group, OwnStep
 from tf2dist.model.scopes import WAY_OUT
 from tf2dist.model.step import Step
 
@@ -51,7 +51,7 @@ def check_optimizer(way: Way, optimizer: keras.Optimizer, variables: Sequence[ke
     Args:
         variables: that it trains, whole ones.
     """
-    _check(way, type(optimizer).__name__, {"optimizer": Trained(optimizer, variables)}, {})
+    _check(way, type(optimizer).__name__, {"optimizer": Group(optimizer, [*variables])}, {})
 
 
 def _check(way: Way, name: str, subjects: Mapping[str, Any], facts: Mapping[str, object]) -> None:

@@ -23,7 +23,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data.passes import Sharding
 from tf2dist.errors import NotFiniteError
 from tf2dist.model.evaluation import Evaluation
-from tf2dist.model.model_checks import advice_on
+from tf2dist.model.model_checks import advice_on_outputs, notes_on
 from tf2dist.model.source import EpochPlan
 from tf2dist.model.step import OUTSIDE
 from tf2dist.tf_internals.keras import set_learning_rates
@@ -105,7 +105,8 @@ class Loop(abc.ABC):
         start: the snapshot that the run continues from, without the variables of the model and of the
             optimizer; None for a new run.
         restored_from: a line for the user about what was restored from `start`; empty for nothing.
-        advice: about the model, for the user.
+        warning: for the user, about the model; empty for nothing.
+        note: for the user, about what differs from Keras; empty for nothing.
         new_optimizer: makes an optimizer like that of the run, without its state.
         by_row: the names of the arrays that are read and assigned piece by piece; see `names_by_row`.
     """
@@ -122,7 +123,7 @@ class Loop(abc.ABC):
         self.step, self.model, self.metrics = run.step, run.step.model, run.step.metrics
         self.named, self.by_row, self.restored_from = values.named, values.by_row, values.restored_from
         self.earlier_updates, self.new_optimizer = run.earlier_updates, run.new_optimizer
-        self.advice = advice_on(run.step, self.optimizer, run.note)
+        self.warning, self.note = advice_on_outputs(run.step), notes_on(run.step, self.optimizer, run.note)
         self._trained: dict[str, np.ndarray] = {}  # the weights that `finalize` has replaced
 
     @property

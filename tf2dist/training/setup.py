@@ -26,7 +26,6 @@ from tf2dist.data.passes import UNKNOWN_STEPS, NumberedSteps, Sharding
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
 from tf2dist.messages import ToLauncher
-from tf2dist.model.row_choice import XLA_HAS_NO_ROWS, choose_tables
 from tf2dist.model.source import EpochPlan, Source
 from tf2dist.model.step import Step
 from tf2dist.training.hooks import Hooks
@@ -176,16 +175,6 @@ class EpochPosition:
     def to_array(self) -> np.ndarray:
         """For a snapshot."""
         return np.array([self.epoch, self.first_step, self.num_steps])
-
-
-def choose_rows(context: TaskContext, step: Step, optimizer: keras.Optimizer, why_not: str) -> str:
-    """Chooses the tables of which only rows travel; returns a note for the user, empty for nothing.
-
-    Args:
-        why_not: why the mode lets none of them; empty if it does.
-    """
-    why_not = XLA_HAS_NO_ROWS if context.config.devices.xla else why_not
-    return choose_tables(context.source.name, step, optimizer, context.config.optimizer, why_not)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from tf2dist.checkpoint.snapshot import Snapshot, Weights
 from tf2dist.checkpoint.state import earlier_updates
 from tf2dist.model import support
 from tf2dist.model.evaluation import evaluated_sizes
+from tf2dist.model.row_choice import choose_tables
 from tf2dist.model.shards import all_parts
 from tf2dist.model.source import build_step
 from tf2dist.model.step import Step
 from tf2dist.process.placement import placed, print_bytes
 from tf2dist.process.strategy import parameter_server_strategy
 from tf2dist.training.parameter_server.graphs import PsGraphs
-from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext, choose_rows
+from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def prepare(
     if isinstance(start, Weights):
         support.check_optimizer(support.INIT_FROM, optimizer)
     _check(source.name, graphs_class, step, optimizer)
-    notes.append(choose_rows(context, step, optimizer, graphs_class.why_no_rows(config, optimizer)))
+    notes.append(choose_tables(source.name, step, optimizer, config, graphs_class.why_no_rows(config, optimizer)))
     earlier = earlier_updates(step.earlier_optimizer, plan.start)
     graphs = graphs_class(context, plan, step, make_optimizer, earlier)
     optimizers = [server.optimizer for server in graphs.servers]

@@ -35,12 +35,13 @@ from tf2dist.model import support
 from tf2dist.model.evaluation import chunk_size, evaluated_sizes
 from tf2dist.model.model_checks import check_batches
 from tf2dist.model.own_step import OwnStep
+from tf2dist.model.row_choice import choose_tables
 from tf2dist.model.shards import read_piece, row_pieces
 from tf2dist.model.source import build_step
 from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals.keras import counters_of, inner_optimizers, trained_variables
-from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext, choose_rows
+from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext
 from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import ArrayFeed, Feed
 from tf2dist.training.synchronous.sync_step import PhasedStep, SyncStep, gathers_one_length
@@ -282,7 +283,8 @@ def _prepare_model(
         support.check_optimizer(support.INIT_FROM, optimizer)
     optimizer.build(step.trainable)
     graph_class = step_class(source.name, config.algorithm, step)
-    notes.append(choose_rows(context, step, optimizer, _why_no_rows(config, optimizer, graph_class, has_any_batches)))
+    why_no_rows = _why_no_rows(config, optimizer, graph_class, has_any_batches)
+    notes.append(choose_tables(source.name, step, optimizer, config, why_no_rows))
     graph_class.check(source.name, config, workers, splits, step, optimizer)
     _take_loss_scale(step, optimizer)
     return PreparedModel(step, new_optimizer, optimizer, graph_class, "; ".join(filter(None, notes)))
