@@ -62,6 +62,9 @@ class Counted:
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
 
+    def __call__(self) -> None:
+        self.calls += 1
+
 
 @Counted
 def counted() -> None: ...
