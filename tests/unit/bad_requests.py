@@ -5,7 +5,6 @@ from typing import Any
 
 from tests.unit.bad_algorithms import WAYS_OF_TRAINING
 
-LONG = [*(f"+model.a{i}={'x' * 4000}" for i in range(40)), "plugins=[{files}/empty.py]"]
 HOSTS = ["mode=sync", "cluster=hosts", "task.type=worker", "task.index=0"]
 ADDRESS = "TF_CONFIG: worker 0 ({}): must be host:port"
 TOO_MANY = ",".join(f'"h{i}:99999"' for i in range(5000))
@@ -217,11 +216,6 @@ OPTIONS: list[tuple[list[str], str]] = [
     ([*HOSTS, "cluster.worker=['localhost:2222','127.0.0.1:2222']"], "the same address as worker 0 (localhost:2222)"),
     (["keras.floatx=float64"], "keras.floatx (float64): must be float32"),
     (["keras.image_data_format=NCHW"], "keras.image_data_format (NCHW): must be channels_last or channels_first"),
-    (LONG, "the configuration, with its host list, has "),
-    (
-        [*HOSTS, "cluster.worker=[" + ",".join(f"h{i}:1" for i in range(400)) + "]", *LONG],
-        "the configuration, with its host list, has ",
-    ),
     ([*HOSTS, "cluster.worker=[8.8.8.8:2222]"], "can be reached from the internet"),
     ([*HOSTS[:2], "cluster.worker=[a:1]", "task.type=wroker", "task.index=0"], "task type (wroker)"),
 ]

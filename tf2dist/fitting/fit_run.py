@@ -45,7 +45,7 @@ from tf2dist.fitting.request import (
 )
 from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console, number_of, result_lines
-from tf2dist.launch.single_run import check_place, check_size, run_in_folder
+from tf2dist.launch.single_run import check_open_files, check_place, run_in_folder
 from tf2dist.linux import process_wide
 from tf2dist.messages import metrics_text
 from tf2dist.model.own_step import has_own_step
@@ -332,7 +332,7 @@ def run_tasks(
     config: RunConfig, place: Place, console: Console, started_at: float, session: FitSession
 ) -> FolderAndSummary:
     """Runs the tasks of this host to their end."""
-    check_size(config, place.cluster)
+    check_open_files(place.cluster)
     if place.has_peers:
         check_place(config, *place, console)
         if text := exposure_warning(*place):

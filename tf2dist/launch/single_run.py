@@ -6,7 +6,6 @@ line and for `fit`.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -45,10 +44,7 @@ from tf2dist.launch.host_tasks import run_host
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir
 from tf2dist.launch.warm_process import lend
 from tf2dist.linux import allow_open_files, child_environment, code_command
-from tf2dist.messages import MAX_PACKET_BYTES
 from tf2dist.signals import Signals, StopRequest
-
-MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES - 16 * 1024  # the rest is for names of files
 
 
 def run_in_folder(
@@ -84,7 +80,7 @@ def check_config(config: RunConfig, place: Place) -> None:
     """Checks the configuration by itself, without looking at hosts or data. Raises ConfigError."""
     location.check_batch_size(config, place.cluster.num_workers)
     check_simulated(config, place.cluster)
-    check_size(config, place.cluster)
+    check_open_files(place.cluster)
 
 
 def check_local(config: RunConfig) -> None:
@@ -108,18 +104,12 @@ def check_simulated(config: RunConfig, cluster: Cluster) -> None:
         )
 
 
-def check_size(config: RunConfig, cluster: Cluster) -> None:
-    """Checks that the configuration fits into the one packet to a task, and that tasks may open the files they need."""
+def check_open_files(cluster: Cluster) -> None:
+    """Checks that tasks may open the files they need. Raises ConfigError."""
     needed = cluster.open_files
     if (limit := allow_open_files(needed)) < needed:
         raise ConfigError(
             f"ulimit -n ({limit}): a process may open too few files for a task; raise it to {needed:,} or more"
-        )
-    length = len(json.dumps([config.to_yaml(), cluster.jobs]).encode())
-    if length > MAX_PAYLOAD_BYTES:
-        raise ConfigError(
-            f"the configuration, with its host list, has {length:,} bytes: at most {MAX_PAYLOAD_BYTES:,} can be "
-            "passed on to the tasks; shorten lists and arguments, a plugin can read a file instead"
         )
 
 
