@@ -185,7 +185,7 @@ def test_where_the_configuration_comes_from(folder: Path, capsys: pytest.Capture
     assert "\n      model: small\n      optimizer: sgd\n" in tree
     assert "| experiment/mine " in shown(capsys, "--info", "defaults", *own)
     assert "seed: 9\n" in shown(capsys, "--info", "config", *own)
-    assert "SweepReport" in shown(capsys, "--cfg", "hydra", *own)
+    assert "    chdir: false\n" in shown(capsys, "--cfg", "hydra", *own)
 
 
 def test_an_own_folder_may_come_first(folder: Path) -> None:

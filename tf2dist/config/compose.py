@@ -270,9 +270,8 @@ def open_hydra(source: ConfigSource) -> Iterator[Hydra]:
         with without_warnings(".*version_base"):
             version.setbase("1.3")
         try:
-            # Hydra warns about a file without _self_. It comes last in the merge, which is what its author meant. And
-            # Hydra 1.4 about each class that a configuration names, of which one is ours.
-            with without_warnings(".*_self_", UserWarning), without_warnings(".* _target_='tf2dist[.]", UserWarning):
+            # Hydra warns about a file without _self_. It comes last in the merge, which is what its author meant.
+            with without_warnings(".*_self_", UserWarning):
                 yield Hydra("tf2dist", Loader(source.search_path()))
         finally:
             HydraConfig.instance().cfg = previous

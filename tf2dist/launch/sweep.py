@@ -1,13 +1,13 @@
 """A sweep: its directory, its jobs by Hydra's launcher, and each job in the process that the launcher gives it."""
 
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -23,15 +23,14 @@ from tf2dist.files import expand, is_path
 from tf2dist.launch.console import Console
 from tf2dist.launch.run_dir import finished_summary, in_shell, locked
 from tf2dist.launch.single_run import Draw, check_local, checked, engine_around, prepare, report, train
-from tf2dist.launch.sweep_report import RECORDS, Failed, Row, read_rows
+from tf2dist.launch.sweep_report import RECORDS, Failed, Row, RunJob, fixed_options, print_table, read_rows, recorded
 from tf2dist.signals import Signals
 
 OPTION = "hydra.sweep.dir"
-RunJob = Callable[[DictConfig], float | Failed | None]
 
 
 def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, signals: Signals) -> None:
-    """Runs all jobs of a sweep by Hydra's launcher; `SweepReport` tells their results.
+    """Runs all jobs of a sweep by Hydra's launcher, and prints the table of their results.
 
     Args:
         run_job: `sweep_job` with what it needs, under a name by which another process can import it.
@@ -55,7 +54,9 @@ def run_sweep(hydra: Hydra, name: str, overrides: list[str], run_job: RunJob, si
     overrides = [*overrides, f"{OPTION}={in_quotes(str(folder))}"]
     composed = hydra.compose_config(name, overrides, RunMode.MULTIRUN)
     with sweep_dir(folder, jobs):
-        number = launch(hydra, name, composed, overrides, folder, run_job, signals)
+        job = functools.partial(recorded, run_job, fixed_options(composed))
+        number = launch(hydra, name, composed, overrides, folder, job, signals)
+        print_table(folder)
     if number:
         raise Interrupted(number, f"; the same command with {in_shell(OPTION, folder)} goes on")
     rows = read_rows(folder)
@@ -75,7 +76,6 @@ def launch(
     """Runs the jobs until the last one ends, or until a signal ends those that run; returns that signal."""
     # A job in this process raises the signal that has stopped it; one in another process is sent the signal.
     passing_on = contextlib.nullcontext() if is_basic(composed, "launcher") else signals.passed_on()
-    number = None
     try:
         with passing_on:
             hydra.multirun(name, run_job, overrides)
@@ -83,13 +83,12 @@ def launch(
     except TfDistError:
         raise
     except KeyboardInterrupt as stop:
-        number = stop.args[0] if stop.args else signals.signum
+        return stop.args[0] if stop.args else signals.signum
     except Exception as error:  # of a launcher or a sweeper
         if not any(row.has_failed for row in read_rows(folder)):
             raise ConfigError(f"--multirun: {hydra_message(error)}") from error
         Console().warn(f"the sweeper gave up: {hydra_message(error)}")
-    Callbacks(composed).on_multirun_end(config=composed, config_name=name)  # Hydra itself calls it only without errors
-    return number
+        return None
 
 
 def sweep_dir_of(composed: DictConfig) -> Path:

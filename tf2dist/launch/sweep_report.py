@@ -1,4 +1,4 @@
-"""The report of a sweep, a callback of Hydra: a record of each job, sweep.csv after each, and a table at the end.
+"""The report of a sweep: a record of each job, sweep.csv after each, and a table at the end.
 
 The records are files, since a launcher may run the jobs in other processes or on other machines.
 """
@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from tf2dist import files
@@ -36,6 +34,9 @@ class Failed:
     """The value that a job returns to the sweeper instead of its accuracy; an exception would end the sweep."""
 
     exit_code: int
+
+
+RunJob = Callable[[DictConfig], float | Failed | None]
 
 
 @dataclass
@@ -80,63 +81,64 @@ def read_rows(sweep_dir: Path) -> list[Row]:
     return sorted(rows, key=lambda row: row.number)
 
 
-class SweepReport(Callback):
-    """Records the jobs of a sweep. Does nothing in a single run."""
+def fixed_options(composed: DictConfig) -> set[str]:
+    """The options of the command line that have one value in all jobs."""
+    parsed = OverridesParser.create().parse_overrides(overrides_of(composed))
+    return {override.get_key_element() for override in parsed if not override.is_sweep_override()}
 
-    def __init__(self) -> None:
-        self._fixed: set[str] = set()  # options that have one value in all jobs
 
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        parsed = OverridesParser.create().parse_overrides(overrides_of(config))
-        self._fixed = {override.get_key_element() for override in parsed if not override.is_sweep_override()}
+def recorded(run_job: RunJob, fixed: set[str], composed: DictConfig) -> float | Failed | None:
+    """Runs one job of a sweep, and records its state before and after.
 
-    def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        if config.hydra.mode != RunMode.MULTIRUN:
-            return
-        sweep_dir, row = self._row(config)
-        row.state = "running"
-        row.write(sweep_dir)
-        run_dir = Path(config.hydra.runtime.output_dir)
-        if [path.name for path in run_dir.iterdir()] == [config.hydra.output_subdir]:
-            run_dir.chmod(0o700)  # Hydra has just made it
-        done = ": is done already" if finished_summary(run_dir) else ""
-        Console().note(f"{row}{done}")
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        if config.hydra.mode != RunMode.MULTIRUN:
-            return
-        sweep_dir, row = self._row(config)
-        is_raised = job_return.status != JobStatus.COMPLETED  # an error in tf2dist itself
-        result = None if is_raised else job_return.return_value
-        summary = finished_summary(Path(config.hydra.runtime.output_dir))
+    Args:
+        fixed: see `fixed_options`.
+    """
+    hydra = HydraConfig.get()
+    sweep_dir, run_dir = Path(hydra.sweep.dir), Path(hydra.runtime.output_dir)
+    pairs = (override.split("=", 1) for override in overrides_of(HydraConfig.instance().cfg))
+    varying = {key.lstrip("+"): plain(value) for key, value in pairs if key not in fixed}
+    row = Row(int(hydra.job.num), str(hydra.sweep.subdir), varying, "running")
+    write_rows([row], sweep_dir)
+    if [path.name for path in run_dir.iterdir()] == [hydra.output_subdir]:
+        run_dir.chmod(0o700)  # Hydra has just made it
+    done = ": is done already" if finished_summary(run_dir) else ""
+    Console().note(f"{row}{done}")
+    try:
+        result = run_job(composed)
         if isinstance(result, Failed):
             row.fail(result.exit_code)
-        elif is_raised or not summary:
-            row.fail(1)
-        else:
+        elif summary := finished_summary(run_dir):
             row.finish(summary)
-        row.write(sweep_dir)
+        else:
+            row.fail(1)
+        return result
+    except Exception:  # an error in tf2dist itself
+        row.fail(1)
+        raise
+    finally:
+        write_rows([row], sweep_dir)
         write_csv(sweep_dir)
 
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        sweep_dir = Path(config.hydra.sweep.dir).absolute()
-        rows = read_rows(sweep_dir)
+
+def print_table(sweep_dir: Path) -> None:
+    """Prints the results of all jobs, once no job runs any more."""
+    rows = read_rows(sweep_dir)
+    for row in rows:
+        if row.state == "running":  # its end was not reported: a signal came
+            row.state = "stopped"
+    write_rows(rows, sweep_dir)
+    write_csv(sweep_dir)
+    if not rows:
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    text = f"{as_table(rows, width)}\n{sweep_dir}"
+    print_result(text, Console(), "the table", f"; it is in {sweep_dir}/sweep.csv")
+
+
+def write_rows(rows: list[Row], sweep_dir: Path) -> None:
+    with files.warning(Console().warn, f"{sweep_dir / RECORDS} could not be written", "the sweep goes on"):
         for row in rows:
-            if row.state == "running":  # its end was not reported: a signal came
-                row.state = "stopped"
-                row.write(sweep_dir)
-        write_csv(sweep_dir)
-        if not rows:
-            return
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        text = f"{as_table(rows, width)}\n{sweep_dir}"
-        print_result(text, Console(), "the table", f"; it is in {sweep_dir}/sweep.csv")
-
-    def _row(self, config: DictConfig) -> tuple[Path, Row]:
-        sweep_dir = Path(config.hydra.sweep.dir).absolute()
-        pairs = (override.split("=", 1) for override in overrides_of(config))
-        varying = {key.lstrip("+"): plain(value) for key, value in pairs if key not in self._fixed}
-        return sweep_dir, Row(int(config.hydra.job.num), str(config.hydra.sweep.subdir), varying)
+            row.write(sweep_dir)
 
 
 def write_csv(sweep_dir: Path) -> None:
