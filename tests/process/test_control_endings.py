@@ -136,7 +136,7 @@ def test_a_silent_holder_keeps_its_task_for_a_while(enter: Meetings) -> None:
 
 
 def _silence(leader: Participant, task: str) -> float:
-    members: dict[Task, Any] = leader.meeting._role._members  # type: ignore[attr-defined]
+    members: dict[Task, Any] = leader.meeting._role._members  # type: ignore[union-attr]
     (found,) = [member for member in members.values() if str(member.task) == task]
     return time.monotonic() - float(found.link.heard_at)
 

@@ -26,7 +26,12 @@ MAX_DENIALS = 3  # in a row: a leader that ends in the middle of a handshake loo
 
 
 class Follower:
-    """The side of a task that is not the leader, a `meeting.Role`."""
+    """The side of a task that is not the leader. All methods run in the meeting's thread.
+
+    Attributes:
+        waiting_for: the tasks that have not joined yet and why, for the user.
+        held: the job that holds this task, for a process that asks; None while none does.
+    """
 
     def __init__(self, membership: Membership, links: Links) -> None:
         self._membership, self._links = membership, links
@@ -55,6 +60,7 @@ class Follower:
             self._link.send(Beat())
 
     def announce(self, message: FromFollower) -> None:
+        """Sends the message to the leader, which passes it on to all other tasks."""
         self._ended = self._ended or isinstance(message, Ended)
         if self._link:
             self._link.send(message)

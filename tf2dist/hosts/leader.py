@@ -48,7 +48,7 @@ class Member:
 
 
 class Leader:
-    """The side of the leader, a `meeting.Role`.
+    """The side of the leader, with the attributes of a `follower.Follower`. All methods run in the meeting's thread.
 
     The owner of a connection is the missing task whose address we have dialed, or the `Member` that has joined by it.
     """

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tf2dist.cluster.addresses import listen_at_control_port
 from tf2dist.cluster.reachability import Wait, still_waiting
@@ -29,7 +29,6 @@ from tf2dist.hosts.protocol import (
     MAX_CHARACTERS,
     Call,
     Ended,
-    HoldingJob,
     Identity,
     Join,
     Lost,
@@ -37,41 +36,12 @@ from tf2dist.hosts.protocol import (
     Probe,
     State,
     Stop,
-    Wire,
 )
 from tf2dist.messages import pack
 
 POLL_SECS = 0.1
 CLOSE_SECS = 10.0  # for the last messages; the peers may be frozen
 T = TypeVar("T")
-
-
-class Role(Protocol):
-    """The part of a meeting that differs between leader and follower. All methods run in the meeting's thread.
-
-    Attributes:
-        waiting_for: the tasks that have not joined yet and why, for the user.
-        held: the job that holds this task, for a process that asks; None while none does.
-    """
-
-    waiting_for: str
-
-    @property
-    def held(self) -> HoldingJob | None: ...
-
-    def tick(self, now: float) -> None: ...
-
-    def announce(self, message: Stop | Ended) -> None:
-        """Sends the message to all other tasks; a follower sends it to the leader, which passes it on."""
-
-    def on_open(self, link: Link) -> None: ...
-
-    def on_join(self, link: Link, join: Join) -> None: ...
-
-    def on_message(self, link: Link, message: Any) -> None:
-        """Handles one of the messages that the connection expects."""
-
-    def on_closed(self, link: Link, why: str) -> None: ...
 
 
 class Meeting:
@@ -110,7 +80,7 @@ class Meeting:
             )
         self._notify = notify
         self._links = Links(key, self)
-        self._role: Role = (Leader if membership.leads else Follower)(membership, self._links)
+        self._role = Leader(membership, self._links) if membership.leads else Follower(membership, self._links)
         # Only the meeting's thread uses the connections and the role; other threads hand it functions to run.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a meeting that cannot close must not keep the process from ending.
@@ -220,7 +190,7 @@ class Meeting:
     def on_closed(self, link: Link, why: str) -> None:
         self._role.on_closed(link, why)
 
-    def on_message(self, link: Link, message: Wire) -> None:
+    def on_message(self, link: Link, message: Any) -> None:
         if not isinstance(message, Call):
             self._role.on_message(link, message)
         elif answer := self._membership.misdirected(message):
