@@ -19,7 +19,7 @@ from tests.replica.test_finished import leave
 from tf2dist.checkpoint.snapshot import in_file
 from tf2dist.errors import CheckpointError, ConfigError
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
-from tf2dist.tools.finished.load_model import load_in_files, sizes
+from tf2dist.tools.finished.load_model import load_folder, sizes
 from tf2dist.training import finished_model
 from tf2dist.training.finished_model import MODEL_FILE, write_model
 
@@ -127,7 +127,7 @@ def test_a_loaded_model_is_that_of_load_model(tmp_path: Path, kind: type[keras.M
     (tmp_path / "run").mkdir()
     assert leave(tmp_path / "run", model, build) == []
     tables = Tables(tmp_path / "tables")
-    loaded = load_in_files(tmp_path / "run", step, CUSTOM, tables)
+    loaded = load_folder(tmp_path / "run", step, CUSTOM, tables)
     num_tables = 3 if kind is OwnStep else 1  # with both moments of Adam
     assert [path.stat().st_size for path in tables.folder.iterdir()] == [64 * ROWS] * num_tables
     shutil.rmtree(tables.folder)
@@ -153,7 +153,7 @@ def test_a_table_that_keras_does_not_find(tmp_path: Path, saves: bool) -> None:
     if saves:
         model.layers[0].holder.table.embeddings.assign(np.arange(16.0 * ROWS).reshape(ROWS, 16) / ROWS)
     model.save(tmp_path / MODEL_FILE)
-    assert_alike(load_in_files(tmp_path, None, CUSTOM, Tables(tmp_path / "tables")), model, IDS)
+    assert_alike(load_folder(tmp_path, None, CUSTOM, Tables(tmp_path / "tables")), model, IDS)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +164,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     for step in (None, 7):
         with pytest.raises(ConfigError, match=r"needs 0\.1 GB of memory.*commands predict, evaluate and export read"):
             tf2dist.load_model(tmp_path, step)
-        load_in_files(tmp_path, step, {}, Tables(tmp_path / "tables"))
+        load_folder(tmp_path, step, {}, Tables(tmp_path / "tables"))
         with monkeypatch.context() as small_disk:
             small_disk.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e6))
             with pytest.raises(
                 ConfigError, match=r"TMPDIR \(.*\): the model of .* needs 0\.0 GB there, and 0\.0 GB are"
             ):
-                load_in_files(tmp_path, step, {}, Tables(tmp_path / "tables"))
+                load_folder(tmp_path, step, {}, Tables(tmp_path / "tables"))
 
 
 def one_table() -> keras.Model:
@@ -254,7 +254,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / MODEL_FILE, "ab") as file:
         file.truncate(LARGE_BYTES)
     with pytest.raises(CheckpointError, match=r"model\.keras: cannot be loaded"):
-        load_in_files(tmp_path, None, {}, Tables(tmp_path / "other"))
+        load_folder(tmp_path, None, {}, Tables(tmp_path / "other"))
 
 
 def test_other_threads_make_their_models_in_memory(tmp_path: Path) -> None:

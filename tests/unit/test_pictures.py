@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from tf2dist.palette import BLUE, VERMILLION
-from tf2dist.tools.finished.pictures import confusion_figure, draw_confusion, predictions_figure, regression_figure
+from tf2dist.tools.finished.pictures import confusion_figure, drawn, predictions_figure, regression_figure
 
 
 def texts(figure: Figure) -> list[str]:
@@ -52,7 +52,7 @@ def test_the_right_ones_have_no_colour_in_the_confusion_matrix(tmp_path: Path) -
 def test_a_model_without_mistakes_has_a_confusion_matrix(counts: np.ndarray, tmp_path: Path) -> None:
     figure = confusion_figure(tmp_path, counts)
     assert len(figure.axes) == 1, "there are no colours to explain"
-    assert draw_confusion(tmp_path, counts).read_bytes().startswith(b"\x89PNG")
+    assert Path(drawn(tmp_path / "a.png", lambda: figure)).read_bytes().startswith(b"\x89PNG")
 
 
 def predicted_images(num: int, num_wrong: int, shape: tuple[int, ...] = (28, 28, 1)) -> dict[str, Any]:

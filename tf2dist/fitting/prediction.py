@@ -35,7 +35,7 @@ from tf2dist.launch.console import rate_text
 from tf2dist.launch.run_dir import locked, make_run_dir
 from tf2dist.process.tables_in_files import Tables
 from tf2dist.registry import ARRAYS_OF_FIT
-from tf2dist.tools.finished.load_model import load_in_files
+from tf2dist.tools.finished.load_model import load_folder
 
 SAMPLE = 1024  # examples by which other data are noticed; reading gigabytes would delay every start
 # What differs, for messages.
@@ -108,7 +108,7 @@ def predict(
     request.leave_gpus_to_tasks()
     with private_folder() as job:
         tables = Tables(job / shipping.TABLES)
-        sent = load_in_files(model, None, {}, tables) if isinstance(model, str | os.PathLike) else model
+        sent = load_folder(model, None, {}, tables) if isinstance(model, str | os.PathLike) else model
         local = model_with_weights(sent)
         name = request.name_of(local)
         outputs = outputs_of(local, name, examples)

@@ -78,25 +78,19 @@ def load_model(
             user.
         TaskLostError: a file cannot be read now, as with too many open files; a retry may help.
     """
-    return _load(run_dir, step, dict(custom_objects or {}), None)
+    return load_folder(run_dir, step, dict(custom_objects or {}), None)
 
 
-def load_in_files(
-    run_dir: str | os.PathLike[str], step: int | None, custom_objects: Mapping[str, Any], tables: Tables
-) -> keras.Model:
-    """Loads a model that is not trained, as `load_model` does, with its large tables of embeddings in files.
-
-    The model has another optimizer, without slots, unless it has methods of its own that may use it.
-
-    Args:
-        tables: in the folder of which the files are made; it may be removed when the model is there.
-    """
-    return _load(run_dir, step, dict(custom_objects), tables)
-
-
-def _load(
+def load_folder(
     run_dir: str | os.PathLike[str], step: int | None, objects: dict[str, Any], tables: Tables | None
 ) -> keras.Model:
+    """Loads a model as `load_model` does; with `tables` one that is not trained.
+
+    That model has another optimizer, without slots, unless it has methods of its own that may use it.
+
+    Args:
+        tables: makes files of the large tables of embeddings; its folder may be removed when the model is there.
+    """
     folder = path_of("run_dir", run_dir)
     try:
         if not folder.is_dir():

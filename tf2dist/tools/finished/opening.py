@@ -17,7 +17,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read, raising
 from tf2dist.process.tables_in_files import Tables
-from tf2dist.tools.finished.load_model import UnknownCode, load_in_files
+from tf2dist.tools.finished.load_model import UnknownCode, load_folder
 from tf2dist.tools.finished.shell import CommandLine, warn
 
 
@@ -34,7 +34,7 @@ def model_of(line: CommandLine) -> keras.Model:
     # A run directory may come from somebody else: the plugins in its configuration are shown, but not run.
     try:
         with signals.temporary_folder() as folder:
-            return load_in_files(line.run_dir, line.step, code_of(line.plugins), Tables(folder / "tables"))
+            return load_folder(line.run_dir, line.step, code_of(line.plugins), Tables(folder / "tables"))
     except UnknownCode as error:
         run_plugins = ", ".join(config_of(line).plugins)
         raise ConfigError(

@@ -1,5 +1,6 @@
 """The pictures of what a finished model predicts: mistakes among classes, images, a curve."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,18 +26,11 @@ MAX_NUMBERED_CLASSES = 20  # with more the cells of the confusion matrix have no
 BAND = 2.0  # standard deviations of the noise, within which 95% of it lie
 
 
-def draw_predictions(
-    run_dir: Path, images: np.ndarray, true: np.ndarray, predicted: np.ndarray, confidence: np.ndarray
-) -> Path:
-    """Draws images into predictions.png: the mistakes of which the model is most confident, then a few right ones.
-
-    Args:
-        images: [n, height, width] or [n, height, width, channels].
-        true, predicted: class numbers, [n].
-        confidence: the probability of the predicted class, [n].
-    """
-    with own_look():
-        return _save(predictions_figure(run_dir, images, true, predicted, confidence), run_dir / "predictions.png")
+def drawn(path: Path, draw: Callable[[], Figure]) -> str:
+    """Draws into a file, which is written whole or not at all; returns its path."""
+    with own_look(), raising(f"RUN_DIR ({path.parent}): {path.name} cannot be written", "make room"):
+        write_whole(path, as_png(draw()))
+    return str(path)
 
 
 def are_images(x: np.ndarray) -> bool:
@@ -47,7 +41,15 @@ def are_images(x: np.ndarray) -> bool:
 def predictions_figure(
     run_dir: Path, images: np.ndarray, true: np.ndarray, predicted: np.ndarray, confidence: np.ndarray
 ) -> Figure:
-    """The figure of `draw_predictions`. The right ones begin a row of their own; all rows have one height."""
+    """Images: the mistakes of which the model is most confident, then a few right ones.
+
+    The right ones begin a row of their own; all rows have one height.
+
+    Args:
+        images: [n, height, width] or [n, height, width, channels].
+        true, predicted: class numbers, [n].
+        confidence: the probability of the predicted class, [n].
+    """
     wrong, right = np.flatnonzero(true != predicted), np.flatnonzero(true == predicted)
     mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
     cells = [*mistakes, *[None] * (-len(mistakes) % IMAGES_A_ROW), *right[:NUM_RIGHT]]
@@ -96,14 +98,11 @@ def _draw_image(axes: Axes, image: np.ndarray, true: int, predicted: int, confid
         spine.set(color=color, linewidth=1 if is_right else 3)
 
 
-def draw_confusion(run_dir: Path, counts: np.ndarray) -> Path:
-    """Draws the confusion matrix, [classes, classes], into confusion.png."""
-    with own_look():
-        return _save(confusion_figure(run_dir, counts), run_dir / "confusion.png")
-
-
 def confusion_figure(run_dir: Path, counts: np.ndarray) -> Figure:
-    """The mistakes coloured by their share of the true class; the diagonal would hide them, so it has no colour."""
+    """The confusion matrix, [classes, classes], with the mistakes coloured by their share of the true class.
+
+    The diagonal would hide them, so it has no colour.
+    """
     num_classes = len(counts)
     is_right = np.eye(num_classes, dtype=bool)
     # Shares, since the colours of counts would hide rare classes. A class without examples is divided by 1.
@@ -140,18 +139,10 @@ def confusion_figure(run_dir: Path, counts: np.ndarray) -> Figure:
     return figure
 
 
-def draw_regression(
-    run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray, *, truth: "NoiselessLabels | None"
-) -> Path:
-    """Draws the points (x, y) and the model's curve through (x, predicted), all [n], into regression.png."""
-    with own_look():
-        return _save(regression_figure(run_dir, x, y, predicted, truth=truth), run_dir / "regression.png")
-
-
 def regression_figure(
     run_dir: Path, x: np.ndarray, y: np.ndarray, predicted: np.ndarray, *, truth: "NoiselessLabels | None"
 ) -> Figure:
-    """The figure of `draw_regression`."""
+    """The points (x, y) and the model's curve through (x, predicted), all [n]."""
     figure = Figure(figsize=(9, 5))
     figure.subplots_adjust(left=0.08, right=0.975, top=1 - 1.1 / 5, bottom=0.11)
     error = float(np.sqrt(np.mean(np.square(predicted - y))))
@@ -174,10 +165,3 @@ def regression_figure(
     axes.margins(x=0.02)
     figure.legend(loc="lower left", bbox_to_anchor=(0.07, 1 - 1.1 / 5), ncols=4, frameon=False, fontsize=9)
     return figure
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    """Writes the picture whole or not at all."""
-    with raising(f"RUN_DIR ({path.parent}): {path.name} cannot be written", "make room"):
-        write_whole(path, as_png(figure))
-    return path

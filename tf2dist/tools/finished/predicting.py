@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,12 @@ def print_predictions(line: CommandLine) -> None:
         # Text has no place on an axis.
         are_arrays = all(isinstance(column, np.ndarray) and column.dtype.kind != "S" for column in columns)
         if are_arrays and all(column.size == len(test) for column in columns):
-            from tf2dist.tools.finished import pictures  # imports matplotlib, which `evaluate` does not need
+            # Imports matplotlib, which `evaluate` does not need.
+            from tf2dist.tools.finished.pictures import drawn, regression_figure
 
             x, y, predicted = map(np.ravel, columns)
-            path = pictures.draw_regression(line.run_dir, x, y, predicted, truth=splits.truth)
-            show_lines(str(path))
+            figure = partial(regression_figure, line.run_dir, x, y, predicted, truth=splits.truth)
+            show_lines(drawn(line.run_dir / "regression.png", figure))
     else:
         _show(line.run_dir, test, classifier.probabilities(outputs))
 
@@ -168,10 +170,11 @@ def _show(run_dir: Path, test: Arrays, probabilities: np.ndarray) -> None:
     show_lines(f"accuracy {np.mean(true == predicted):.4f} over {len(true):,} examples")
     if num_classes <= MOST_CLASSES:
         show_lines(confusion_text(counts))
-    show_lines(str(pictures.draw_confusion(run_dir, counts)))
+    show_lines(pictures.drawn(run_dir / "confusion.png", partial(pictures.confusion_figure, run_dir, counts)))
     if isinstance(test.x, np.ndarray) and pictures.are_images(test.x):
-        path = pictures.draw_predictions(run_dir, test.x, true, predicted, probabilities.max(axis=1))
-        show_lines(str(path))
+        confidence = probabilities.max(axis=1)
+        figure = partial(pictures.predictions_figure, run_dir, test.x, true, predicted, confidence)
+        show_lines(pictures.drawn(run_dir / "predictions.png", figure))
 
 
 def class_numbers(labels: np.ndarray) -> np.ndarray:
