@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tf2dist.config.compose import ConfigSource
-from tf2dist.launch.single_run import check_local
 from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split
 from tf2dist.tools.comparing.results import ContenderResult, results_of
 from tf2dist.tools.comparing.running import RUNS, RunOutcome
@@ -19,7 +18,7 @@ NUM_EXAMPLES = 40_000
 @functools.cache  # composing them takes a second, and nobody changes them
 def contenders(*arguments: str, source: ConfigSource | None = None) -> tuple[Options, list[Contender]]:
     options, rest = split(list(arguments))
-    return options, contenders_of(options, rest, source or ConfigSource(), check_local)
+    return options, contenders_of(options, rest, source or ConfigSource())
 
 
 def compared(

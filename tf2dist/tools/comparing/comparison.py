@@ -9,7 +9,6 @@ from tf2dist.errors import ConfigError, Interrupted, SomeFailed, TrainingError
 from tf2dist.files import raising, write_whole
 from tf2dist.launch.console import Console, print_result
 from tf2dist.launch.run_dir import in_shell, locked
-from tf2dist.launch.single_run import check_local
 from tf2dist.signals import Signals
 from tf2dist.tools.comparing.comparison_report import REPORT, report_of
 from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split, with_data
@@ -54,14 +53,14 @@ def _with_resolved_data(
     options: Options, run_overrides: list[str], source: ConfigSource, console: Console
 ) -> list[Contender]:
     """The contenders, after the data were found, downloaded, or replaced by others: by one process, before all runs."""
-    contenders = contenders_of(options, run_overrides, source, check_local)
+    contenders = contenders_of(options, run_overrides, source)
     for name in dict.fromkeys(contender.config.data.name for contender in contenders):
         config = next(contender.config for contender in contenders if contender.config.data.name == name)
         if options.until.kind == "accuracy" and name in location.MADE_UP:
             raise ConfigError(f"until ({options.until}): data={name} has no classes; give until=2000steps")
         resolved = location.resolve(replace(config.data), console.warn)
         if resolved.name != name:
-            return contenders_of(options, with_data(run_overrides, resolved.name), source, check_local)
+            return contenders_of(options, with_data(run_overrides, resolved.name), source)
     return contenders
 
 

@@ -29,12 +29,12 @@ def report_of(
     """The verdict in a sentence or two, and the content of all files by name."""
     # Imported here, since matplotlib takes a while and a wrong request should be answered at once.
     from tf2dist.tools.comparing.figures import as_png, as_svgs
-    from tf2dist.tools.comparing.page import Picture, page
+    from tf2dist.tools.comparing.page import page
 
     verdict = verdict_of(results, options.until)
     record = record_of(options, arguments, results, verdict, left_out(options, results))
     figures = _figures(options, results)
-    pictures = [Picture(title, caption, as_svgs(draw)) for _, title, caption, draw in figures]
+    pictures = [(title, caption, as_svgs(draw)) for _, title, caption, draw in figures]
     return verdict.headline, {
         RECORD: as_json(record, indent=1) + "\n",
         **{f"{name}.png": as_png(draw) for name, _, _, draw in figures},
@@ -49,59 +49,50 @@ def _figures(options: Options, results: Sequence[ContenderResult]) -> list[Title
     seeds = "The band is the range over the seeds. " if options.seeds > 1 else ""
     has_goal = any(result.goal for result in results)
     goal = " The dotted line is the goal, to which the contenders are compared." if has_goal else ""
-    titled: list[TitledFigure] = []
-    if any(run.points for result in results for run in result.measured):
-        titled.append(
-            (
-                "accuracy",
-                "Accuracy against time and examples",
-                f"On the validation set, a line for each mode. {seeds}The seconds tell what the clock shows, the "
-                f"examples what each of them was worth.{goal}",
-                partial(figures.draw_accuracy, results, options.until),
-            )
-        )
-    if figures.timeline_results(results):
-        titled.append(
-            (
-                "timeline",
-                "Who waits for whom",
-                "The steps of each worker, in one run of each contender, where there are few pauses for evaluations, "
-                "all on the same axis of time. A bar is a step, with its simulated delay; the thin line between two "
-                "bars is waiting for others, or for the exchange.",
-                partial(figures.draw_timeline, results),
-            )
-        )
-    if figures.stale_results(results):
-        titled.append(
-            (
-                "staleness",
-                "Staleness of the asynchronous updates",
-                "How many updates others applied between a worker's pull and its push, of all runs together. The "
-                "number of updates is logarithmic, to show the few late ones.",
-                partial(figures.draw_staleness, results),
-            )
-        )
-    if len(figures.backup_numbers(results)) > 1:
-        titled.append(
-            (
-                "backups",
-                "Backup workers",
-                "With mode=sync_replicas: the more gradients a step does not wait for, the shorter it is, and "
-                "the less it is worth.",
-                partial(figures.draw_backups, results),
-            )
-        )
-    if figures.first_by_size(results):
-        titled.append(
-            (
-                "map",
-                "Which mode is first",
-                "For each size of the model and each delay of the slowest worker: the mode that was first at the "
-                "goal, and its seconds.",
-                partial(figures.draw_map, results),
-            )
-        )
-    return titled
+    candidates: list[tuple[Any, str, str, str, Draw]] = [
+        (
+            any(run.points for result in results for run in result.measured),
+            "accuracy",
+            "Accuracy against time and examples",
+            f"On the validation set, a line for each mode. {seeds}The seconds tell what the clock shows, the "
+            f"examples what each of them was worth.{goal}",
+            partial(figures.draw_accuracy, results, options.until),
+        ),
+        (
+            figures.timeline_results(results),
+            "timeline",
+            "Who waits for whom",
+            "The steps of each worker, in one run of each contender, where there are few pauses for evaluations, "
+            "all on the same axis of time. A bar is a step, with its simulated delay; the thin line between two "
+            "bars is waiting for others, or for the exchange.",
+            partial(figures.draw_timeline, results),
+        ),
+        (
+            figures.stale_results(results),
+            "staleness",
+            "Staleness of the asynchronous updates",
+            "How many updates others applied between a worker's pull and its push, of all runs together. The "
+            "number of updates is logarithmic, to show the few late ones.",
+            partial(figures.draw_staleness, results),
+        ),
+        (
+            len(figures.backup_numbers(results)) > 1,
+            "backups",
+            "Backup workers",
+            "With mode=sync_replicas: the more gradients a step does not wait for, the shorter it is, and "
+            "the less it is worth.",
+            partial(figures.draw_backups, results),
+        ),
+        (
+            figures.first_by_size(results),
+            "map",
+            "Which mode is first",
+            "For each size of the model and each delay of the slowest worker: the mode that was first at the "
+            "goal, and its seconds.",
+            partial(figures.draw_map, results),
+        ),
+    ]
+    return [(name, title, caption, draw) for has_values, name, title, caption, draw in candidates if has_values]
 
 
 def left_out(options: Options, results: Sequence[ContenderResult]) -> list[str]:

@@ -17,6 +17,7 @@ from tf2dist.config.sweeps import MAX_JOBS, expanded
 from tf2dist.data.location import DEFAULT_EPOCHS, NUM_TRAIN
 from tf2dist.errors import ConfigError, RequestError, nearest
 from tf2dist.files import expand, is_path
+from tf2dist.launch.single_run import check_local
 
 MAX_WORKERS, MAX_SEEDS = 60, 100
 MAX_STEPS = 10**9
@@ -279,9 +280,7 @@ class ContenderRun:
         return f"{self.contender.name}, seed {self.seed}"
 
 
-def contenders_of(
-    options: Options, overrides: list[str], source: ConfigSource, check: Callable[[RunConfig], None]
-) -> list[Contender]:
+def contenders_of(options: Options, overrides: list[str], source: ConfigSource) -> list[Contender]:
     """All contenders, each with its checked configuration."""
     contenders: dict[tuple[str, str], Contender] = {}
     for line, varying in expanded(overrides, source):
@@ -302,7 +301,7 @@ def contenders_of(
                     contender = _contender(
                         options, mode, delay_secs, backups, accepted[mode], mode_varying, base, source
                     )
-                    check(contender.config)
+                    check_local(contender.config)
                 except RequestError as error:
                     raise type(error)(f"{error} (with mode={mode}, delay {delay_secs:g} s)") from None
                 contenders.setdefault((contender.mode_label, contender.scenario), contender)

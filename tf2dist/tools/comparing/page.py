@@ -4,7 +4,7 @@ import base64
 import html
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -15,25 +15,12 @@ from tf2dist.tools.comparing.verdict import Claim, Verdict
 
 STATES = {"seen": "seen", "not seen": "unseen", "unclear": "unclear"}  # classes of the style sheet
 RunRow = tuple[ContenderResult, RunOutcome]
+Picture = tuple[str, str, dict[str, bytes]]  # the title, the caption, and what `figures.as_svgs` makes
 MEDIA = {
     "narrow dark": "(max-width: 640px) and (prefers-color-scheme: dark)",
     "narrow light": "(max-width: 640px)",
     "wide dark": "(prefers-color-scheme: dark)",
 }
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One figure of the report.
-
-    Attributes:
-        svgs: see `figures.as_svgs`.
-        caption: what it shows, and how to read it.
-    """
-
-    title: str
-    caption: str
-    svgs: dict[str, bytes]
 
 
 def page(
@@ -59,7 +46,7 @@ def page(
         *_claims(verdict.claims),
         "<h2>All contenders</h2>",
         _table(contender_columns(results), results),
-        *(_figure(picture) for picture in pictures),
+        *(_figure(*picture) for picture in pictures),
         "<details><summary><h2>All runs</h2></summary>",
         _table(run_columns(), [(result, outcome) for result in results for outcome in result.outcomes]),
         "</details>",
@@ -120,13 +107,13 @@ def _claims(claims: Sequence[Claim]) -> list[str]:
     ]
 
 
-def _figure(picture: Picture) -> str:
-    uris = {name: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}" for name, svg in picture.svgs.items()}
+def _figure(title: str, caption: str, svgs: dict[str, bytes]) -> str:
+    uris = {name: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}" for name, svg in svgs.items()}
     sources = "".join(f'<source media="{media}" srcset="{uris[name]}">' for name, media in MEDIA.items())
     return (
-        f'<h2>{_text(picture.title)}</h2><figure class="card"><picture>{sources}'
-        f'<img src="{uris["wide light"]}" alt="{_text(picture.title)}"></picture>'
-        f"<figcaption>{_text(picture.caption)}</figcaption></figure>"
+        f'<h2>{_text(title)}</h2><figure class="card"><picture>{sources}'
+        f'<img src="{uris["wide light"]}" alt="{_text(title)}"></picture>'
+        f"<figcaption>{_text(caption)}</figcaption></figure>"
     )
 
 
