@@ -50,6 +50,7 @@ def test_fashion_mnist_from_idx_files(command: Command, tmp_path: Path, mode: st
     assert summary["test_accuracy"] > 0.15
 
 
+@pytest.mark.thorough  # the reading is shown by tests/replica/test_fashion_mnist.py
 def test_a_compressed_file_that_ends_early(command: Command, tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path / "files", 400, 50)
     file = tmp_path / "files" / f"{TRAIN_IMAGES}.gz"

@@ -15,7 +15,8 @@ from tests.browser import CONTRAST, look
 from tests.conftest import PAGES, REPOSITORY, slowness
 from tests.shown import is_as_shown
 
-pytestmark = pytest.mark.timeout(600)  # the page that is a notebook is run, too
+# The page that is a notebook is run, too.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 # Opens every page in a frame of each width, and looks at it in light and in dark. Then it searches for a word.
 TOUR = (
@@ -89,13 +90,11 @@ SPOILED = """<p style="width: 2000px; color: #777; background: #fff">wide and fa
 <pre>without a button</pre>"""
 
 
-@pytest.fixture(scope="module", params=["off", pytest.param("force", marks=pytest.mark.thorough)])
-def website(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the pages, built as `make docs` builds them, or without running the page that is a notebook."""
+@pytest.fixture(scope="module")
+def website(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the pages, built as `make docs` builds them."""
     folder = tmp_path_factory.mktemp("website")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "."]
-    # Without its kernel nothing tells in which language a notebook is.
-    command += ["-D", f"nb_execution_mode={request.param}", "-D", "suppress_warnings=myst-nb.lexer"]
     completed = subprocess.run(
         [*command, str(folder), "-d", str(folder / ".doctrees")],
         cwd=REPOSITORY,
@@ -136,17 +135,12 @@ def test_a_page_says_its_language(website: Path) -> None:
         assert f'lang="{language}"' in (website / page).with_suffix(".html").read_text().partition("<head>")[0], page
 
 
-executed = pytest.mark.parametrize("website", [pytest.param("force", marks=pytest.mark.thorough)], indirect=True)
-
-
-@executed
 def test_the_notebook_shows_what_it_has_computed(website: Path) -> None:
     page = (website / "docs" / "your_own_model.html").read_text()
     assert "val_accuracy" in page
     assert page.count("<img ") >= 1
 
 
-@executed
 def test_what_the_notebook_has_computed_is_as_its_page_shows_it(website: Path) -> None:
     """A code host shows outputs as blocks, which Sphinx leaves out: it has no such tag."""
     _, *cells = PAGES["docs/your_own_model.md"].split("```{code-cell} python\n")

@@ -15,6 +15,7 @@ def _clean(no_leftovers: Callable[[], None]) -> None:
     pass
 
 
+@pytest.mark.thorough
 def test_a_lost_worker_takes_the_shutdown_message_from_no_other_task() -> None:
     """TensorFlow raises the error of an operation on one task in any thread, so also in the message to another."""
     ports = map(str, ports_of_tasks(7))

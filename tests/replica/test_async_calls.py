@@ -377,9 +377,8 @@ def test_few_calls_are_in_flight(async_loop: MakeLoop, monkeypatch: pytest.Monke
 
 def test_xla_compiles_the_step(async_loop: MakeLoop) -> None:
     config = run_config()
-    for xla in (False, True):
-        config.devices.xla = xla
-        loop = async_loop(config, num_workers=1)
-        assert ("_XlaMustCompile" in str(loop._scheduler.function.graph.as_graph_def())) == xla
+    config.devices.xla = True
+    loop = async_loop(config, num_workers=1)
+    assert "_XlaMustCompile" in str(loop._scheduler.function.graph.as_graph_def())
     loop.train(10)
     assert_exact(loop, 10)

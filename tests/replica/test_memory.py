@@ -50,7 +50,8 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
     return own_mb() - before, values, pipeline._same_memory(train.x) is not None
 
 
-@pytest.mark.parametrize("skipped", [64, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("skipped", [64, 1])
 def test_synchronous_workers_hold_no_copy_of_mapped_images(
     sync_workers: SyncWorkers, tmp_path: Path, skipped: int
 ) -> None:

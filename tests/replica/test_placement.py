@@ -97,7 +97,7 @@ class Clearing(RegisteredSource):
         return super().build(splits)
 
 
-@pytest.mark.parametrize("kind", ["round_robin", "partitioned"])
+@pytest.mark.parametrize("kind", [pytest.param("round_robin", marks=pytest.mark.thorough), "partitioned"])
 def test_a_builder_may_clear_the_session(kind: str, async_loop: MakeLoop) -> None:
     def places(loop: Any) -> list[tuple[int | None, list[int]]]:
         return [(ps_of(part), part.shape.as_list()) for part in all_parts(loop.model.variables)]

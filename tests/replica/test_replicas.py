@@ -100,6 +100,7 @@ def test_late_gradients_are_dropped_and_counted(replicas_loop: MakeLoop, num_ps:
     assert loop.progress.loss < 2.2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("large_bytes", [256], indirect=True)
 @pytest.mark.usefixtures("large_bytes")
 def test_large_models_are_not_sent_once_the_steps_are_made(replicas_loop: MakeLoop) -> None:

@@ -100,7 +100,7 @@ def train_tables_in_sync(worker: SyncWorker, names: list[str], batch_size: int) 
     return {name: train_in_sync(worker, TABLES[name].source(), batch_size) for name in names}
 
 
-THOROUGH = ["wine"]
+THOROUGH = ["wine", "diabetes"]
 
 
 # Workers take seconds to connect, so the same ones train on all tables.
