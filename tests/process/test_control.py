@@ -12,10 +12,13 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, all_of, claimant, cluster_of, wait_for
 from tf2dist.cluster.addresses import control_address
-from tf2dist.cluster.spec import Cluster
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ClusterError, ConfigError, TaskLostError
 from tf2dist.hosts.connections import MAX_MESSAGE_BYTES, VERSION
 from tf2dist.hosts.protocol import Ended
+from tf2dist.launch.console import Console
+from tf2dist.launch.single_run import check_place
 from tf2dist.linux import unused_ports
 
 
@@ -112,10 +115,10 @@ def test_a_difference_is_shown_and_can_be_corrected(enter: Meetings) -> None:
     leader.go()
 
 
-def test_a_configuration_that_does_not_fit_into_a_message(enter: Meetings) -> None:
-    for task in ("worker-0", "worker-1"):
-        with pytest.raises(ConfigError, match=r"the configuration, with its host list, has 1,.*: at most 1,048,576"):
-            enter(cluster_of(worker=2), task, config={"model": "x" * MAX_MESSAGE_BYTES})
+def test_a_configuration_that_does_not_fit_into_a_message() -> None:
+    config, cluster = RunConfig(model={"name": "x" * MAX_MESSAGE_BYTES}), cluster_of(worker=2)
+    with pytest.raises(ConfigError, match=r"the configuration, with its host list, has 1,.*: at most 524,288"):
+        check_place(config, cluster, Task("worker", 1), Console())
 
 
 def test_a_refused_task_is_named_at_the_timeout(enter: Meetings) -> None:

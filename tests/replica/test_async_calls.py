@@ -98,7 +98,7 @@ def test_a_worker_asks_the_ps_once_a_step(async_loop: MakeLoop) -> None:
 def test_a_call_still_in_flight_does_not_cause_more_calls(
     async_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An evaluation waits for it too."""
+    """A training counts on there being none, so an evaluation waits for all of them."""
 
     @tf.function(autograph=False)
     def slow() -> None:

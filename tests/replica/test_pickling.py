@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError
-from tf2dist.fitting.pickling import pickled
+from tf2dist.fitting.pickling import custom_objects, pickled
 from tf2dist.fitting.shipping import ship
 from tf2dist.model import own_step
 from tf2dist.model.source import EpochPlan
@@ -95,6 +95,19 @@ def test_modules_by_value_stay_as_the_program_has_listed_them() -> None:
         assert cloudpickle.list_registry_pickle_by_value() == listed
     cloudpickle.unregister_pickle_by_value(module)
     del sys.modules["of_no_file"]
+
+
+def test_a_program_may_send_the_classes_of_a_model_by_value() -> None:
+    """What it has changed in their module goes along then."""
+    model, module = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), sys.modules[__name__]
+    model.compile(loss=Focal())
+    by_name = custom_objects(model)[1]["Focal"]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        by_value = custom_objects(model)[1]["Focal"]
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    assert [b"gamma" in data for data in (by_name, by_value)] == [False, True]
 
 
 def test_a_layer_that_keras_cannot_load_again_is_refused() -> None:

@@ -233,9 +233,10 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         import numpy as np
         from tensorflow.python.eager import context
         from tests.replica.small_runs import context_of, run_config
-        from tf2dist.training.parameter_server import batches
+        from tf2dist.training.parameter_server import batches, schedule
         from tf2dist.training.parameter_server.sync_replicas import SyncReplicasLoop
         from tf2dist.testing import COORDINATOR, start_ps_cluster
+        schedule.MAX_LOOK_SECS = 0.0  # so that it looks at the progress of each evaluation
         config = run_config(steps_per_execution=None)
         config.mode = "sync_replicas"
         cluster = replace(start_ps_cluster(num_ps=2).cluster, mode="sync_replicas", shares_host=False)

@@ -15,7 +15,7 @@ from tests.replica import test_epochs
 from tests.replica.in_memory_source import RecordingHooks, weights_of
 from tests.replica.small_runs import sync_loop
 from tests.replica.test_epochs import SEED, Keeping, assert_same, config_of, drive, trained_before
-from tests.replica.test_streams import BATCH, Streamed, X, Y, drive_in_sync, streamed
+from tests.replica.test_streams import BATCH, Streamed, X, Y, drive_in_sync, sharding_of_streams, streamed
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Frozen, Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
@@ -238,8 +238,8 @@ def test_a_synchronous_run_continues_within_its_epoch(sync_workers: SyncWorkers)
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_another_number_of_workers_leaves_out_as_many_batches_of_the_epoch(whole: bool) -> None:
-    def sharding(workers: int, steps: int = UNKNOWN_STEPS) -> Sharding:
-        return Sharding(steps * (workers if whole else 1) * BATCH, BATCH, workers, SEED, whole)
+    def sharding(workers: int, steps: int | None = None) -> Sharding:
+        return sharding_of_streams("sync" if whole else "async", workers, steps)
 
     positions = [6, 6, 6] if whole else [5, 6, 7]
     plan, first_step = EpochPlan(epochs=4), 30
@@ -256,7 +256,7 @@ def test_another_number_of_workers_leaves_out_as_many_batches_of_the_epoch(whole
 
 def test_an_epoch_that_had_a_number_of_steps_begins_again() -> None:
     """Its batches were counted over several passes, so their numbers do not tell where the pass is."""
-    counted, ends = (Sharding(steps * 2 * BATCH, BATCH, 2, SEED, True) for steps in (20, UNKNOWN_STEPS))
+    counted, ends = (sharding_of_streams("sync", 2, steps) for steps in (20, None))
     before = replace(facts(36), input=input_facts(counted, positions=[36, 36]))
     snapshot = Snapshot(36, {EPOCH_ARRAY: EpochPosition(1, 20, 20).to_array()}, before)
     assert stream_positions(snapshot, ends) == [0, 0]

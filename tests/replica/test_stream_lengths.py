@@ -17,6 +17,8 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.stream import Load, Reader, Shard
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.training.loop import PauseRequest, WorkersAway
+from tf2dist.training.parameter_server import schedule
 
 RNG = np.random.default_rng(1)
 SENTENCES = [RNG.integers(1, 50, length) for length in RNG.integers(2, 13, 250)]
@@ -288,6 +290,21 @@ def test_one_asynchronous_worker_validates_on_a_stream_as_keras(async_loop: Any,
     loop = async_loop(config, 1, 1, source=source)
     drive(loop, source, hooks)
     assert_same((hooks.history(), weights_of(loop.model)), keras_fit_and_validate(source, 1))
+
+
+@pytest.mark.thorough
+def test_a_stop_does_not_wait_for_the_end_of_a_validation(
+    async_loop: Any, publishing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stop discards it, and has seconds to save the run, where a validation may have hours."""
+    monkeypatch.setattr(schedule, "QUIET_SECS", 0.2)
+    source = replace(validated(1), validation_loader=lambda shard: held_out(shard).repeat(600))
+    publishing(source.load())
+    loop = async_loop(config_of(BATCH), 1, 1, source=source)
+    loop.train(7)
+    with pytest.raises(WorkersAway):
+        loop.evaluate("validation", lambda: PauseRequest.STOP)
+    loop._coordinator.join()
 
 
 class OwnTestStep(keras.Sequential):  # type: ignore[misc]

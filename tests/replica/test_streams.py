@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from tests.replica.test_epochs import SEED, assert_same, config_of, drive, every
 from tests.unit.test_saving import facts
 from tf2dist.checkpoint.snapshot import Snapshot
 from tf2dist.checkpoint.state import input_facts, stream_positions
+from tf2dist.config.schema import RunConfig
 from tf2dist.data import splits
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.passes import Sharding
@@ -22,6 +24,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.data.stream import Load, Reader, Shard, Stream
 from tf2dist.model.source import EpochPlan
 from tf2dist.testing import SyncWorker, SyncWorkers
+from tf2dist.training.setup import sharding_of
 
 BATCH, EPOCHS = 20, 3
 RNG = np.random.default_rng(0)
@@ -220,12 +223,18 @@ def test_whole_passes_are_not_read_again() -> None:
     assert len(read) < 30
 
 
+def sharding_of_streams(mode: str, workers: int, steps: int | None) -> Sharding:
+    """As a run counts their batches; `steps`: of an epoch, None if it ends with the data."""
+    streams: Any = SimpleNamespace(stream=True)
+    return sharding_of(RunConfig(seed=SEED), mode, streams, EpochPlan(steps_per_epoch=steps), workers, BATCH)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_positions_count_batches_of_the_streams(whole: bool) -> None:
     """Another length of the epochs keeps each position; another number of workers keeps the fraction of the epoch."""
 
     def sharding(steps: int, workers: int) -> Sharding:
-        return Sharding(steps * (workers if whole else 1) * BATCH, BATCH, workers, SEED, whole)
+        return sharding_of_streams("sync" if whole else "async", workers, steps)
 
     positions = [6, 6, 6] if whole else [5, 6, 7]
     before = input_facts(sharding(12, 3), positions=positions)

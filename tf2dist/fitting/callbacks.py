@@ -120,7 +120,7 @@ def _encoded(value: Any, key_prefix: str, arrays: dict[str, bytes]) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in NUMBERS and value.dtype.name != "bfloat16":
             raise NotPlain
-        arrays[key_prefix] = value.tobytes()
+        arrays[key_prefix] = np.asarray(value).tobytes()  # a masked array would give other bytes for what it masks
         return {"array": [key_prefix, value.dtype.name, list(value.shape)]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"

@@ -58,18 +58,21 @@ def _loaded(load: Callable[..., Any], arguments: tuple[Any, ...], custom: dict[s
     return loaded
 
 
-def pickled(value: Any, argument: str) -> bytes:
+def pickled(value: Any, argument: str, *, by_name: bool = True) -> bytes:
     """The user's function or class, pickled by name if tasks can import it, otherwise by value.
 
     Args:
         argument: the name of the argument of `fit`, for messages.
+        by_name: otherwise the user may ask cloudpickle to pickle its module by value.
     """
     module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if not isinstance(module, types.ModuleType):  # a program may put any object there
+        module = None
     try:
         with _by_value(module):
             file = io.BytesIO()
             pickler = Pickler(file)
-            pickler.by_name = value if module and _is_named_in(module, value) else None
+            pickler.by_name = value if by_name and module and _is_named_in(module, value) else None
             pickler.dump(value)
             # A trial: what Keras has saved and cannot load again would fail in every task.
             if pickler.has_keras:
@@ -119,7 +122,8 @@ def custom_objects(model: keras.Model) -> tuple[dict[str, Any], dict[str, bytes]
     pickles: dict[str, bytes] = {}
     for code in _users_own(model):
         with contextlib.suppress(FitError):
-            data, names = pickled(code, "model"), (code.__name__, keras.saving.get_registered_name(code))
+            data = pickled(code, "model", by_name=False)
+            names = code.__name__, keras.saving.get_registered_name(code)
             objects |= dict.fromkeys(names, code)
             pickles |= dict.fromkeys(names, data)
     return objects, pickles

@@ -19,8 +19,8 @@ from tf2dist.cluster.addresses import listen_at_control_port
 from tf2dist.cluster.reachability import Wait, still_waiting
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import CONTROL_PORT_SHIFT
-from tf2dist.errors import ClusterError, ConfigError, Interrupted, LeaderLostError, TaskLeft, TaskLostError
-from tf2dist.hosts.connections import MAX_MESSAGE_BYTES, Link, Links
+from tf2dist.errors import ClusterError, Interrupted, LeaderLostError, TaskLeft, TaskLostError
+from tf2dist.hosts.connections import Link, Links
 from tf2dist.hosts.follower import Follower
 from tf2dist.hosts.identity import NO_TOKEN_KEY
 from tf2dist.hosts.leader import Leader
@@ -37,7 +37,6 @@ from tf2dist.hosts.protocol import (
     State,
     Stop,
 )
-from tf2dist.messages import pack
 
 POLL_SECS = 0.1
 CLOSE_SECS = 10.0  # for the last messages; the peers may be frozen
@@ -53,9 +52,6 @@ class Meeting:
         notify: takes lines for the user, always in the caller's thread and never in the meeting's.
         lost_after_secs: a member that sends nothing for so long is lost.
         port_shift: the distance from a task's port to its control port; see `check_control_ports`.
-
-    Raises:
-        ConfigError: the identity does not fit into a message.
     """
 
     def __init__(
@@ -72,12 +68,6 @@ class Meeting:
         self._membership = membership = Membership(
             cluster, task, identity, key != NO_TOKEN_KEY, lost_after_secs, port_shift
         )
-        # The leader would drop the connection as damaged, and this task would only learn that it was closed.
-        if (length := len(pack(membership.join()))) > MAX_MESSAGE_BYTES:
-            raise ConfigError(
-                f"the configuration, with its host list, has {length:,} bytes: at most {MAX_MESSAGE_BYTES:,} can be "
-                "sent to other hosts; shorten lists and arguments, a plugin can read a file instead"
-            )
         self._notify = notify
         self._links = Links(key, self)
         self._role = Leader(membership, self._links) if membership.leads else Follower(membership, self._links)

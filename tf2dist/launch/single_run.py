@@ -6,6 +6,7 @@ line and for `fit`.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from tf2dist.config.schema import RunConfig
 from tf2dist.data import location
 from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, printable
 from tf2dist.files import set_keras_home
+from tf2dist.hosts.connections import MAX_MESSAGE_BYTES
 from tf2dist.hosts.identity import job_key
 from tf2dist.launch.console import (
     DRAIN_SECS,
@@ -114,7 +116,14 @@ def check_open_files(cluster: Cluster) -> None:
 
 
 def check_place(config: RunConfig, cluster: Cluster, task: Task, console: Console) -> None:
-    """Checks the job token and the addresses of the cluster; waits until this host knows its own task's name."""
+    """Checks what many hosts need: a job token, addresses; waits until this host knows its own task's name."""
+    # The peers would drop a longer message as damaged. Half of its bytes are for what a host tells of itself.
+    length, longest = len(json.dumps([config.as_tree(), cluster.jobs])), MAX_MESSAGE_BYTES // 2
+    if length > longest:
+        raise ConfigError(
+            f"the configuration, with its host list, has {length:,} bytes: at most {longest:,} can be sent to other "
+            "hosts; shorten lists and arguments, a plugin can read a file instead"
+        )
     check_control_ports(cluster, config.cluster.control_port_shift)
     job_key(os.environ, cluster, warn=lambda _: None)  # only checked here; the meeting gives its warning
     checked = config.cluster.check_address

@@ -3,6 +3,7 @@
 The records are files, since a launcher may run the jobs in other processes or on other machines.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -99,8 +100,9 @@ def recorded(run_job: RunJob, fixed: set[str], composed: DictConfig) -> float | 
     varying = {key.lstrip("+"): plain(value) for key, value in pairs if key not in fixed}
     row = Row(int(hydra.job.num), str(hydra.sweep.subdir), varying, "running")
     write_rows([row], sweep_dir)
-    if [path.name for path in run_dir.iterdir()] == [hydra.output_subdir]:
-        run_dir.chmod(0o700)  # Hydra has just made it
+    with contextlib.suppress(OSError):  # some file systems have no modes
+        if [path.name for path in run_dir.iterdir()] == [hydra.output_subdir]:
+            run_dir.chmod(0o700)  # Hydra has just made it
     done = ": is done already" if finished_summary(run_dir) else ""
     Console().note(f"{row}{done}")
     try:

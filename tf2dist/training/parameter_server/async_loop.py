@@ -19,6 +19,7 @@ import tensorflow as tf
 from tf2dist.checkpoint.snapshot import InputFacts, Snapshot, Weights
 from tf2dist.data.passes import UNKNOWN_STEPS
 from tf2dist.model.evaluation import Evaluation, chunks
+from tf2dist.process import heartbeat
 from tf2dist.training.loop import Loop, PauseRequest, PauseRequests, Progress, Report, WorkersAway, never
 from tf2dist.training.parameter_server.async_setup import PsRun, prepare
 from tf2dist.training.parameter_server.batches import EVALUATED
@@ -131,7 +132,10 @@ class PsLoop(Loop):
             number, ranges = EVALUATED.index(split), chunks(self.sizes[split], self._graphs.evaluated_at_once)
             arguments = [tuple(map(tf.constant, (number, first, last))) for first, last in ranges]
         parts = [self._coordinator.schedule(function, args=each) for each in arguments]
-        wait_for_calls(self._coordinator, pause_request, self._evaluated_batches, self._scheduler.quiet_secs())
+        # A stop discards the evaluation, which may take longer than the time that the stop has.
+        quiet_secs = self._scheduler.quiet_secs()
+        wait_for_calls(self._coordinator, pause_request, self._evaluated_batches, quiet_secs, outlasts_stop=False)
+        heartbeat.progress()
         total = sum(map(self._coordinator.fetch, parts), np.zeros(1 + self.step.evaluated.size))
         return Evaluation.of_sums(self.step.evaluated, total, self.sizes.get(split))
 

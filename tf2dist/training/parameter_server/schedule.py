@@ -37,7 +37,11 @@ def longest_silence(steps_per_sec: float, num_workers: int, grace_secs: float) -
 
 
 def wait_for_calls(
-    coordinator: Any, pause_request: PauseRequests, progress: Callable[[], Any], quiet_secs: float
+    coordinator: Any,
+    pause_request: PauseRequests,
+    progress: Callable[[], Any],
+    quiet_secs: float,
+    outlasts_stop: bool = True,
 ) -> PauseRequest:
     """Waits until all calls are done; returns what was requested in the meantime.
 
@@ -47,6 +51,7 @@ def wait_for_calls(
     Args:
         progress: returns a value that changes while workers make progress.
         quiet_secs: how long this value may stay the same after a request to stop.
+        outlasts_stop: otherwise the wait ends so long after the request, also while workers make progress.
     """
     requested, seen, quiet_since = PauseRequest.NOTHING, None, math.inf
     look_at = time.monotonic() + MAX_LOOK_SECS
@@ -60,8 +65,9 @@ def wait_for_calls(
             before, seen, look_at = seen, progress(), now + MAX_LOOK_SECS
             if seen != before:
                 heartbeat.progress()
-                quiet_since = math.inf
-            elif now - quiet_since > quiet_secs:
+                if outlasts_stop:
+                    quiet_since = math.inf
+            if now - quiet_since > quiet_secs:
                 raise WorkersAway
         time.sleep(POLL_SECS)
     return requested
@@ -185,7 +191,10 @@ class AsyncScheduler(Scheduler):
     graphs: AsyncGraphs
 
     def begin(self, until_step: int) -> None:
-        """Begins a training that ends at the global step `until_step`; every update beyond it is refused."""
+        """Begins a training that ends at the global step `until_step`; every update beyond it is refused.
+
+        No call may be in flight.
+        """
         self._limit = tf.constant(until_step, tf.int64)
         self.begin_again(0)
 
