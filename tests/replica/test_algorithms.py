@@ -134,16 +134,16 @@ def test_a_worker_pushes_the_values_that_it_pulled(async_loop: Callable[..., Any
     ["delay_compensated", *(pytest.param(name, marks=pytest.mark.slow) for name in ASYNC if name not in FIRST)],
 )
 def test_counts_are_exact_and_a_run_is_resumed(async_loop: Callable[..., Any], algorithm: str) -> None:
-    config = run_config(optimizer="adam", steps_per_execution=10)
+    config = run_config(optimizer="adam", steps_per_execution=5)
     config.algorithm = AlgorithmConfig(kind=algorithm)
-    loop = async_loop(config, num_workers=4)
-    for steps in (40, 123, 160):
+    loop = async_loop(config, num_workers=2)
+    for steps in (20, 63, 80):
         loop.train(steps)
         assert_exact(loop, steps)
     assert loop.facts()["algorithm"] == algorithm
-    resumed = async_loop(config, num_workers=4, num_ps=1, start=taken(loop))
-    resumed.train(200)
-    assert_exact(resumed, 200)
-    other = async_loop(run_config(optimizer="adam"), num_workers=4, start=taken(resumed))
-    other.train(240)
-    assert_exact(other, 240)
+    resumed = async_loop(config, num_workers=2, num_ps=1, start=taken(loop))
+    resumed.train(100)
+    assert_exact(resumed, 100)
+    other = async_loop(run_config(optimizer="adam"), num_workers=2, start=taken(resumed))
+    other.train(120)
+    assert_exact(other, 120)
