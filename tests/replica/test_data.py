@@ -211,11 +211,10 @@ def test_the_splits_of_mnist(real_data: str) -> None:
     assert np.bincount(split_of(splits, "test").y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
 
-def test_the_cache_is_used_and_may_be_missing(tmp_path, monkeypatch, real_data: str) -> None:  # type: ignore[no-untyped-def]
-    if real_data != "mnist":
-        pytest.skip("MNIST is not on this machine")
+def test_the_cache_is_used_and_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path, [encoded_example(label % 10) for label in range(12)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = DataConfig(name="mnist", num_validation=5000)
+    config = DataConfig(name="mnist", dir=str(tmp_path), num_validation=2)
     decoded, cached = data.load(config), data.load(config)
     expected = split_of(cached, "test").x
     assert len(list(tmp_path.glob("tf2dist/*/images.npy"))) == 2

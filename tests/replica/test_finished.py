@@ -72,8 +72,11 @@ def trained(build: Callable[[], keras.Model]) -> keras.Model:
     targets = np.arange(20) % 3 if model.loss != "mse" else np.zeros((20, 3))
     model.run_eagerly = True  # for three steps
     model.fit(EXAMPLES, targets, epochs=3, verbose=0)
-    model.run_eagerly = False
     return model
+
+
+def outputs_of(model: keras.Model) -> np.ndarray:
+    return np.asarray(model(EXAMPLES, training=False))
 
 
 def snapshot_of(model: keras.Model, step: int) -> Snapshot:
@@ -94,7 +97,7 @@ def leave(run_dir: Path, model: keras.Model, build: Callable[[], keras.Model], s
 def assert_same(loaded: keras.Model, model: keras.Model) -> None:
     """Equal outputs, and an optimizer in the same state."""
     assert loaded.compiled
-    np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), model.predict(EXAMPLES, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(outputs_of(loaded), outputs_of(model), rtol=1e-5)
     assert_same_values(loaded.optimizer.variables, model.optimizer.variables)
 
 
@@ -199,25 +202,23 @@ def test_a_run_that_has_not_ended_gives_its_newest_checkpoint(tmp_path: Path) ->
     model, given = trained(nameless), []
     for saved_step in (3, 5):
         leave(tmp_path, model, nameless, saved_step)
-        given.append(model.predict(EXAMPLES, verbose=0))
+        given.append(outputs_of(model))
         model.layers[-1].bias.assign([1.0, 2.0, 3.0])
     (tmp_path / MODEL_FILE).unlink()
     for step, outputs in ((3, given[0]), (None, given[1])):
-        loaded = tf2dist.load_model(tmp_path, step)
-        np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), outputs, rtol=1e-5)
+        np.testing.assert_allclose(outputs_of(tf2dist.load_model(tmp_path, step)), outputs, rtol=1e-5)
 
 
 def test_evaluated_weights_may_differ_from_those_of_the_checkpoint(tmp_path: Path) -> None:
     model = trained(nameless)
-    before = model.predict(EXAMPLES, verbose=0)
+    before = outputs_of(model)
     describe(tmp_path, model, lambda: nameless().optimizer, pytest.fail)
-    snapshot = snapshot_of(model, 7)
-    Checkpoints(tmp_path / "checkpoints").save(snapshot)
+    Checkpoints(tmp_path / "checkpoints").save(snapshot_of(model, 7))
     model.layers[-1].bias.assign([1.0, 2.0, 3.0])  # as an optimizer with moving averages of the weights does at the end
     write_model(tmp_path, model, model.optimizer, lambda: snapshot_of(model, 7).arrays, 7, nameless, pytest.fail)
-    at_the_end = tf2dist.load_model(tmp_path).predict(EXAMPLES, verbose=0)
-    np.testing.assert_allclose(at_the_end, model.predict(EXAMPLES, verbose=0), rtol=1e-5)
-    np.testing.assert_allclose(tf2dist.load_model(tmp_path, 7).predict(EXAMPLES, verbose=0), before, rtol=1e-5)
+    at_the_end = outputs_of(tf2dist.load_model(tmp_path))
+    np.testing.assert_allclose(at_the_end, outputs_of(model), rtol=1e-5)
+    np.testing.assert_allclose(outputs_of(tf2dist.load_model(tmp_path, 7)), before, rtol=1e-5)
     assert not np.allclose(at_the_end, before)
 
 
@@ -257,7 +258,7 @@ def test_custom_classes_come_from_the_caller(tmp_path: Path, step: int | None) -
     with pytest.raises(ConfigError, match=r"needs the class Twice, which is your own code; give custom_objects"):
         tf2dist.load_model(tmp_path, step)
     for loaded in (tf2dist.load_model(tmp_path, step, {"Twice": Twice}), registered(tmp_path, step)):
-        np.testing.assert_allclose(loaded.predict(EXAMPLES, verbose=0), model.predict(EXAMPLES, verbose=0), rtol=1e-5)
+        np.testing.assert_allclose(outputs_of(loaded), outputs_of(model), rtol=1e-5)
 
 
 def registered(run_dir: Path, step: int | None) -> keras.Model:
@@ -477,8 +478,7 @@ HUGE = 1 << 42
 
 def test_a_model_that_does_not_fit_into_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither written nor loaded; both say in a line what it needs."""
-    model = trained(nameless)
-    warnings: list[str] = []
+    model, warnings = trained(nameless), list[str]()
     leave(tmp_path, model, nameless)
     with open(tmp_path / "table", "wb") as file:
         file.truncate(HUGE)
