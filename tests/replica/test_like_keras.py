@@ -38,7 +38,11 @@ ASYNCHRONOUS = [*ONE_WORKER, "large", "summed", "own_metrics", "contrastive", "d
 ASYNCHRONOUS_LATER = ["own_metrics", "contrastive", "autoencoder"]
 # What another mode or model shows as well: `make thorough` trains these.
 ASYNCHRONOUS_THOROUGH = ["no_training", "looks_at_the_batch", "own_loss", "summed", "large", "distiller"]
-THOROUGH = ["contrastive", "distiller", "large", "ignores_a_class", "masked", "one_number"]
+ONE_WORKER_THOROUGH = ["no_training", "random", "own_loss"]
+THOROUGH = [
+    *("contrastive", "distiller", "large", "ignores_a_class", "masked", "one_number"),
+    *("synchronized", "gradient_accumulation_steps"),
+]
 # The models of `own_steps`. Several updates in a step need Keras 3.15.
 OWN_STEPS = [
     *("distiller", "autoencoder", "contrastive", "contrastive_step", "own_metrics"),
@@ -323,10 +327,17 @@ def train_in_sync(worker: SyncWorker, configs: dict[str, RunConfig]) -> dict[str
 
 # Workers take seconds to connect, so the same ones train many models and settings.
 @pytest.fixture(scope="module")
-def one_worker(sync_workers: SyncWorkers) -> dict[str, Training]:
-    found: dict[str, Training]
-    (found,) = sync_workers(train_in_sync, 1, ({name: config_of(name) for name in ONE_WORKER},), TIMEOUT_SECS)
-    return found
+def one_worker(sync_workers: SyncWorkers) -> Callable[[str], Training]:
+    """Gives the result of the worker, by the name of a model."""
+
+    @functools.cache
+    def trained(is_thorough: bool) -> dict[str, Training]:
+        names = [name for name in ONE_WORKER if (name in ONE_WORKER_THOROUGH) == is_thorough]
+        found: dict[str, Training]
+        (found,) = sync_workers(train_in_sync, 1, ({name: config_of(name) for name in names},), TIMEOUT_SECS)
+        return found
+
+    return lambda name: trained(name in ONE_WORKER_THOROUGH)[name]
 
 
 @pytest.fixture(scope="module")
@@ -376,9 +387,9 @@ def test_settings_of_optimizers_equal_keras(two_workers: Callable[[str], list[Tr
     assert is_replaced == ("ema_momentum" in OPTIMIZERS[name]), "only moving averages may replace the final weights"
 
 
-@pytest.mark.parametrize("name", ONE_WORKER)
-def test_one_synchronous_worker_equals_keras(one_worker: dict[str, Training], name: str) -> None:
-    assert_like(one_worker[name], plain_keras(name))
+@pytest.mark.parametrize("name", parameters(ONE_WORKER, [], ONE_WORKER_THOROUGH))
+def test_one_synchronous_worker_equals_keras(one_worker: Callable[[str], Training], name: str) -> None:
+    assert_like(one_worker(name), plain_keras(name))
 
 
 @pytest.mark.parametrize("name", parameters(ASYNCHRONOUS, ASYNCHRONOUS_LATER, ASYNCHRONOUS_THOROUGH))
@@ -390,6 +401,7 @@ def test_one_asynchronous_worker_equals_keras(
     assert_like(train(async_loop(config_of(name), num_workers=1)), plain_keras(name))
 
 
+@pytest.mark.thorough
 def test_moving_averages_of_one_asynchronous_worker(async_loop: Callable[..., Any]) -> None:
     """test_optimizers.py compares all other settings."""
     assert_like(train(async_loop(config_of("moving_averages"), num_workers=1)), plain_keras("moving_averages"))
