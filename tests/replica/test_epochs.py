@@ -185,6 +185,10 @@ def keras_fit(
     return history.history, weights_of(model)
 
 
+# For one of `CASES`, which several tests compare.
+kept_keras_fit = functools.cache(lambda name: keras_fit(source_of(name)))
+
+
 def config_of(batch_size: int) -> RunConfig:
     config = run_config("given", batch_size=batch_size, steps_per_execution=5)
     config.seed = SEED
@@ -252,7 +256,7 @@ def test_one_asynchronous_worker_equals_keras(name: str, async_loop: Any, publis
     reporter = RecordingReporter()
     drive(loop, source, hooks, reporter=reporter)
     assert reporter.restarts == (name == "no number at first")
-    assert_same((hooks.history(), weights_of(loop.model)), keras_fit(source))
+    assert_same((hooks.history(), weights_of(loop.model)), kept_keras_fit(name))
     assert [call[:3] for call in hooks.calls] == [
         ("begin", 0, 0),
         *[("epoch", n, 10 * (n + 1)) for n in range(EPOCHS)],
@@ -269,7 +273,7 @@ class Batches(keras.callbacks.Callback):  # type: ignore[misc]
         self.logs.append(dict(logs))
 
 
-@pytest.mark.parametrize("reads_progress", [True, False])
+@pytest.mark.parametrize("reads_progress", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_hooks_of_batches_get_the_metrics_of_the_epoch_so_far(
     reads_progress: bool, async_loop: Any, publishing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +350,7 @@ def trained_before(folder: Path) -> InMemorySource:
         rate = keras.optimizers.schedules.ExponentialDecay(0.02, 10, 0.5)
         model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(rate), "mse")
+        model.run_eagerly = True  # tracing takes longer than ten steps
         model.fit(splits.train.x, splits.train.y, batch_size=BATCH, epochs=1, verbose=0)
         model.save(path)
     plan = EpochPlan(epochs=EPOCHS, shuffle=False, validation_batch_size=BATCH)
@@ -443,7 +448,7 @@ def drive_all_in_sync(worker: SyncWorker) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ON_ONE_WORKER)
 def test_one_synchronous_worker_equals_keras(name: str, one_worker: dict[str, Any]) -> None:
-    assert_same(one_worker[name], keras_fit(source_of(name)))
+    assert_same(one_worker[name], kept_keras_fit(name))
 
 
 @pytest.mark.slow
