@@ -17,7 +17,7 @@ REQUESTS = [
     *[(["mode=sync", "data=digits"], text, words) for text, words in IN_TF_CONFIG],
 ]
 # More of the same kinds, and what test_config.py has tried already, without the rest of the command.
-MORE = [(options, None, words) for options, words in (*MORE_OPTIONS, *test_config.BAD)]
+MORE = [(options, None, words) for options, words in (*MORE_OPTIONS, *test_config.BAD, *test_config.BAD_AGAIN)]
 
 
 @pytest.fixture

@@ -37,9 +37,13 @@ def folder(tmp_path: Path) -> Path:
     ("line", "words"),
     [
         ("tf2dist mode=", ["mode=async", "mode=sync", "mode=sync_replicas"]),
-        ("tf2dist optimizer=ada", ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"]),
         ("tf2dist optimizer=sgd train.st", ["train.steps=", "train.steps_per_execution="]),
-        ("tf2dist hydra/launcher=ba", ["hydra/launcher=basic"]),
+        pytest.param(
+            "tf2dist optimizer=ada",
+            ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("tf2dist hydra/launcher=ba", ["hydra/launcher=basic"], marks=pytest.mark.thorough),
     ],
 )
 def test_completions(folder: Path, line: str, words: list[str]) -> None:
@@ -56,7 +60,10 @@ def test_completions(folder: Path, line: str, words: list[str]) -> None:
     assert ended.stdout.split() == words
 
 
-@pytest.mark.parametrize(("shell", "words"), [("zsh", "hydra_bash_completion"), ("fish", "complete -c")])
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [("zsh", "hydra_bash_completion"), pytest.param("fish", "complete -c", marks=pytest.mark.thorough)],
+)
 def test_other_shells(shell: str, words: str, tmp_path: Path) -> None:
     command = [*COMMAND, "--shell-completion", f"install={shell}"]
     completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

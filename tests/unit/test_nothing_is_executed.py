@@ -34,11 +34,7 @@ VALUES = [
 ATTEMPTS = [
     ["+_target_=os.system", "+command='touch ran'"],
     ["+_target_=logging.os.system"],
-    *[
-        [f"+{group}.{value}"]
-        for group in ("model", "optimizer", "data", "train", "cluster", "task", "devices")
-        for value in (VALUES[0], VALUES[-1])
-    ],
+    *[[f"+{group}.{value}"] for group in ("model", "optimizer", "data", "train") for value in (VALUES[0], VALUES[-1])],
     *[[f"++{group}.{value}"] for group in ("model", "train") for value in VALUES],
     ["model.hidden_units=[{_target_: os.system, command: 'touch ran'}]"],
     ["optimizer.learning_rate={_target_: os.system, command: 'touch ran'}"],
@@ -50,8 +46,15 @@ ATTEMPTS = [
     ["+model.x='!!python/name:os.system'"],
 ]
 
+# In further groups, which are read as `train` is.
+MORE = [[f"+{group}.{value}"] for group in ("cluster", "task", "devices") for value in (VALUES[0], VALUES[-1])]
 
-@pytest.mark.parametrize("overrides", ATTEMPTS, ids=[" ".join(attempt) for attempt in ATTEMPTS])
+
+@pytest.mark.parametrize(
+    "overrides",
+    [*ATTEMPTS, *(pytest.param(attempt, marks=pytest.mark.thorough) for attempt in MORE)],
+    ids=[" ".join(attempt) for attempt in ATTEMPTS + MORE],
+)
 def test_options_that_could_execute_code_are_refused(folder: Path, overrides: list[str]) -> None:
     with pytest.raises(ConfigError):
         load(overrides, None)
