@@ -37,7 +37,8 @@ def test_a_changed_byte_in_the_data_is_reported(command: Command, real_data: str
     assert "Traceback" not in finished.stderr
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # the reading is shown by tests/replica/test_fashion_mnist.py
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_fashion_mnist_from_idx_files(command: Command, tmp_path: Path, mode: str) -> None:
     write_fashion_mnist(tmp_path / "files", 400, 50)
     finished = command(
@@ -50,7 +51,7 @@ def test_fashion_mnist_from_idx_files(command: Command, tmp_path: Path, mode: st
     assert summary["test_accuracy"] > 0.15
 
 
-@pytest.mark.thorough  # the reading is shown by tests/replica/test_fashion_mnist.py
+@pytest.mark.thorough
 def test_a_compressed_file_that_ends_early(command: Command, tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path / "files", 400, 50)
     file = tmp_path / "files" / f"{TRAIN_IMAGES}.gz"

@@ -69,8 +69,8 @@ def without_numbers(text: str) -> list[str]:
     return [re.sub(r"\d+\.\d+", "N", line) for line in text.splitlines()]
 
 
-def test_the_first_change_of_the_readme_leads_from_keras_to_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its first program with the change taken back is one of Keras alone."""
+def before_the_first_change() -> str:
+    """The first program of the README with its first change taken back."""
     (diff,) = [block.text for block in BLOCKS if block.page == "README.md" and block.language == "diff"]
     program = PROGRAMS["README.md", "train.py"]
     before, after = (re.findall(rf"^\{sign}(.*\n)", diff, re.MULTILINE) for sign in "-+")
@@ -78,9 +78,17 @@ def test_the_first_change_of_the_readme_leads_from_keras_to_a_cluster(capsys: py
     assert importing in program
     assert call in program
     program = program.replace(importing, "").replace(call, *before)
-    program = re.sub(r"^print\(result.*$", "", program, flags=re.MULTILINE)
-    assert "tf2dist" not in program
-    exec(program, {"__name__": "__main__"})
+    return re.sub(r"^print\(result.*$", "", program, flags=re.MULTILINE)
+
+
+def test_the_first_change_of_the_readme_is_one_of_its_first_program() -> None:
+    assert "tf2dist" not in before_the_first_change()
+
+
+@pytest.mark.thorough
+def test_the_first_change_of_the_readme_leads_from_keras_to_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it, the program is one of Keras alone."""
+    exec(before_the_first_change(), {"__name__": "__main__"})
     assert capsys.readouterr().out
 
 
@@ -121,9 +129,13 @@ def applied(folder: Path, *patches: str) -> None:
     subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "tf2dist"], cwd=folder, check=True)
 
 
-def test_the_patches_of_contributing(tmp_path: Path) -> None:
-    """They apply, and the configuration of what they add can be composed."""
+def test_the_patches_of_contributing_apply(tmp_path: Path) -> None:
     assert [task for task, *_ in EXAMPLES] == ["optimizer", "algorithm", "engine"]
+    applied(tmp_path, *(patch for _, patch, _ in EXAMPLES))
+
+
+@pytest.mark.thorough
+def test_what_the_patches_of_contributing_add_can_be_composed(tmp_path: Path) -> None:
     applied(tmp_path, *(patch for _, patch, _ in EXAMPLES))
     for _, _, commands in EXAMPLES:
         words = shlex.split(next(line for line in commands.splitlines() if "-m tf2dist" in line).rstrip("&"))

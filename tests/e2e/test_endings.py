@@ -252,7 +252,10 @@ def test_a_signal_during_saving_evaluation_or_start(command: Command, mode: str,
         assert newest == f"step-{int(step):010}"
 
 
-@pytest.mark.parametrize("patience", [pytest.param("grace", marks=pytest.mark.slow), "second signal"])
+@pytest.mark.parametrize(
+    "patience",
+    [pytest.param("grace", marks=pytest.mark.slow), pytest.param("second signal", marks=pytest.mark.thorough)],
+)
 def test_a_stop_that_cannot_be_in_order(command: Command, patience: str) -> None:
     """With a frozen ps nothing can be saved: the attempt has a limit, and Ctrl-C ends it at once."""
     process = command.start(*LONG, f"grace_secs={2 if patience == 'grace' else 600}")

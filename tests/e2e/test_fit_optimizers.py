@@ -67,6 +67,7 @@ def scaled_by_a_constant() -> keras.Model:
     return half(optimizers.SGD(0.05, loss_scale_factor=1024.0), auto_scale_loss=False)
 
 
+@pytest.mark.thorough  # replica/test_loss_scale.py has the updates and the finished model
 @pytest.mark.usefixtures("float16")
 def test_a_loss_that_is_scaled_for_float16(tmp_path: Path) -> None:
     """A compiled model, to which Keras has added the scale, trained twice."""

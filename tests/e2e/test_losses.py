@@ -157,6 +157,7 @@ def test_all_workers_lost(command: Command) -> None:
     assert assert_exact(command, "async", restarts=3)["workers"][2]["local_steps"] > 50 * (before + 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_restarts_come_to_an_end(command: Command, mode: str) -> None:
     process = start(command, mode, "cluster=local2", "max_restarts=1")

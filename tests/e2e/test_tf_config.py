@@ -191,12 +191,13 @@ def test_a_stop_while_all_workers_are_away_saves(command: Command, frozen: bool)
     assert checkpoint.name == f"step-{int(saved):010}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "counts", "missing"),
     [
-        pytest.param("async", {"chief": 1, "ps": 1, "worker": 1}, "ps-0", marks=pytest.mark.thorough),
+        ("async", {"chief": 1, "ps": 1, "worker": 1}, "ps-0"),
         ("async", {"ps": 1, "chief": 1, "worker": 1}, "chief-0"),
-        pytest.param("sync", {"worker": 2}, "worker-1", marks=pytest.mark.thorough),
+        ("sync", {"worker": 2}, "worker-1"),
     ],
 )
 def test_a_peer_that_never_comes_is_named(command: Command, mode: str, counts: dict[str, int], missing: str) -> None:
@@ -224,7 +225,9 @@ def start_with_hosts_file(
     )
 
 
-@pytest.mark.parametrize("is_known", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "is_known", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.thorough)]
+)
 def test_a_run_waits_for_its_own_name_to_lead_to_it(command: Command, tmp_path: Path, is_known: bool) -> None:
     """The DNS record of a new pod comes seconds after the pod, and until then is that of the pod before it."""
     names, name = tmp_path / "names", socket.gethostname() if is_known else "late-name"

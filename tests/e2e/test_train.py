@@ -226,6 +226,7 @@ def slow_start(peak, total_steps):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_plugins(command: Command, mode: str) -> None:
     (command.folder / "mine.py").write_text(PLUGIN)
@@ -251,6 +252,7 @@ def test_a_name_that_no_plugin_registers(command: Command) -> None:
     assert f"model (wdie): must be one of {names}; did you mean wide?" in finished.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_an_error_in_the_users_model_is_shown_whole(command: Command, mode: str) -> None:
     (command.folder / "mine.py").write_text(
@@ -274,6 +276,7 @@ def test_a_loss_that_is_not_finite(command: Command, mode: str, steps: int) -> N
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.thorough
 def test_without_data_and_network_it_trains_on_digits(command: Command) -> None:
     env = {"TFDS_DATA_DIR": str(command.folder / "none"), "NO_PROXY": "*"}
     finished = in_no_network(command, "cluster=local1", "train.steps=50", env=env)

@@ -65,7 +65,8 @@ print(json.dumps([first, third, warm() == pids, len(pids)]))
 """
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_later_call_begins_sooner_and_gives_the_same(tmp_path: Path, mode: str) -> None:
     """Nothing of what the tasks of the second one have changed in their process is there in the third."""
     (tmp_path / "script.py").write_text(PROGRAM)

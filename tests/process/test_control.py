@@ -14,7 +14,7 @@ from tests.process.participants import ASYNC, WAIT_SECS, Meetings, Participant, 
 from tf2dist.cluster.addresses import control_address
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.config.schema import RunConfig
-from tf2dist.errors import ClusterError, ConfigError, TaskLostError
+from tf2dist.errors import ClusterError, ConfigError, LeaderLostError, TaskLostError
 from tf2dist.hosts.connections import MAX_MESSAGE_BYTES, VERSION
 from tf2dist.hosts.protocol import Ended
 from tf2dist.launch.console import Console
@@ -59,7 +59,7 @@ def test_a_missing_follower_is_named_to_all(enter: Meetings) -> None:
 def test_a_missing_leader_is_named_while_waiting(enter: Meetings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tf2dist.cluster.reachability.LINE_EVERY_SECS", 0.3)
     participant = enter(cluster_of(worker=2), "worker-1", timeout_secs=1)
-    assert isinstance(participant.error(), TaskLostError)
+    assert isinstance(participant.error(), LeaderLostError)
     assert "still waiting for worker-0 at localhost:" in str(participant.error())
     assert participant.printed[-1].startswith("waiting for worker-0 at localhost:")
     assert "connection refused" in participant.printed[-1]

@@ -69,7 +69,7 @@ def test_what_a_task_has_started_dies_with_a_fork_server_that_is_killed_at_once(
 
 def test_a_task_keeps_no_descriptors_of_those_before_it(tmp_path: Path) -> None:
     names = ("worker-0", "worker-1", "worker-2")
-    with Launcher(tmp_path) as launcher:
+    with make(tmp_path) as launcher:
         for name in names:
             start(launcher, name, "wait")
         open_files = [psutil.Process(said(launcher)["pid"]).num_fds() for _ in names]

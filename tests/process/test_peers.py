@@ -70,6 +70,14 @@ def test_only_the_own_name_is_waited_for_while_it_leads_elsewhere(monkeypatch: p
     assert messages == [f"waiting for this host's own name {own}.tf2dist to lead here and not to 10.255.255.1, 1 s"]
 
 
+def test_an_own_name_that_leads_here_at_last_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = iter(["10.255.255.1"])
+    monkeypatch.setattr(reachability, "ips_of", lambda _: [ipaddress.ip_address(next(before, "127.0.0.1"))])
+    began_at = time.monotonic()
+    reachability.wait_for_own_name(at(f"{socket.gethostname()}:1"), WORKER, 60, lambda text: None)
+    assert 0.2 < time.monotonic() - began_at < 30
+
+
 def test_waiting_for_the_own_name_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a signal, even while the name server does not answer at all."""
     answer = threading.Event()

@@ -165,6 +165,7 @@ def test_a_signal_while_a_model_is_exported_leaves_no_folder(tmp_path: Path) -> 
                 os.kill(os.getpid(), signal.SIGINT)
         opening = types.SimpleNamespace(model_of=lambda line: Model())
         sys.modules["tf2dist.tools.finished.opening"] = opening
+        sys.modules["tf2dist.tf_internals.keras"] = types.SimpleNamespace(inputs_of=lambda model: [])
         signals.end_at_once()
         exporting.export(shell.read_command_line(sys.argv[1:], ()))
     """

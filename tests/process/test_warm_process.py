@@ -126,6 +126,18 @@ def test_a_run_sees_the_environment_and_the_folder_of_its_start(
     assert first["draw"] != second["draw"], "numbers that no seed determines differ, as after an import"
 
 
+def test_what_a_task_changes_is_not_there_in_the_next_run(tmp_path: Path) -> None:
+    """`fit` itself, with what Keras and others have one of in a process, is in tests/e2e/test_warm_fits.py."""
+    pids = set()
+    for _ in range(2):
+        with make(tmp_path) as launcher:
+            start(launcher, "worker-0", "leave_traces")
+            assert said(launcher) == {"left": [None, False]}
+            wait_for(launcher, Exited)
+            pids.add(launcher._warm.pid)
+    assert len(pids) == 1
+
+
 def held(process: psutil.Process) -> tuple[int, int, int]:
     """The descriptors, threads and descendants of a process, once it waits."""
     deadline = time.monotonic() + TIMEOUT_SECS

@@ -82,7 +82,7 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("with_memory", [False, True], ids=["sockets", "memory"])
-@pytest.mark.parametrize("num_workers", [2, 3, 7, 13])
+@pytest.mark.parametrize("num_workers", [2, 3, pytest.param(7, marks=pytest.mark.thorough), 13])
 @pytest.mark.parametrize("size", [1, 1_000, ONE_HOP_BYTES // 4, ONE_HOP_BYTES // 4 + 1, 300_003])
 def test_the_sum_is_bitwise_equal_on_all_workers(num_workers: int, size: int, with_memory: bool) -> None:
     """This also holds for vectors much larger than the sockets' buffers, and for several calls in a row."""

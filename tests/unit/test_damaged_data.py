@@ -1,4 +1,4 @@
-"""Damaged data is reported before anything starts."""
+"""Damaged and missing data is reported before anything starts."""
 
 import json
 import os
@@ -87,6 +87,17 @@ def test_an_unknown_size_is_not_reported_as_damage(tmp_path: Path) -> None:
     info_file.write_text(json.dumps(info))
     location.resolve(DataConfig(dir=str(tmp_path)), pytest.fail)
     assert [image_files.num_examples(file) for file in files] == [len(EXAMPLES)] * 2
+
+
+def test_without_mnist_it_is_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "none"
+    monkeypatch.setenv("TFDS_DATA_DIR", str(folder))
+    monkeypatch.setattr(location, "_download", lambda *_: "no network")
+    told: list[str] = []
+    assert location.resolve(DataConfig(), told.append).name == "digits"
+    problem = f"data (mnist): not in {folder}, and the download failed: no network"
+    assert told == [f"{problem}; training on data=digits instead"]
+    assert not folder.exists()
 
 
 AS_ANOTHER_USER = """

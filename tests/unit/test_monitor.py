@@ -92,6 +92,14 @@ def test_a_task_that_ends_too_early_with_code_0_is_lost(
     assert capsys.readouterr().err == expected
 
 
+def test_the_end_of_restarts_is_told(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(tmp_path, [(102.0, ended("worker-1", -9)), (104.0, ended("worker-1", -9))])
+    config = RunConfig(mode="async", max_restarts=1)
+    with pytest.raises(TaskFailure, match="worker-1: was killed by SIGKILL, after 1 restarts") as caught:
+        follow(launcher, config, ["chief-0", "worker-1"], start=lambda task, _: launcher.tasks.update({task: 1}))
+    assert caught.value.exit_code == 138
+
+
 @pytest.mark.parametrize(("ended_at", "fails"), [(102.0, False), (105.0, False), (1000.0, True)])
 def test_a_task_that_loses_its_peers_after_the_run_has_not_failed(tmp_path: Path, ended_at: float, fails: bool) -> None:
     write_echo(tmp_path, "worker-0")

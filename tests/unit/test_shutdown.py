@@ -49,6 +49,14 @@ def test_a_stop_waits_for_grace_secs_only_if_there_is_something_to_save(
     assert launcher.now - 104.5 == pytest.approx(patience, abs=2 * monitor.POLL_SECS)
 
 
+def test_a_second_signal_ends_a_stop_at_once(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(tmp_path, [(102.0, BEGUN), (104.5, Signalled()), (106.0, Signalled())])
+    config = RunConfig(mode="sync", grace_secs=600.0)
+    with pytest.raises(Interrupted, match=r"; nothing was saved$"):
+        follow(launcher, config, start=lambda task, restarts: launcher.tasks.update({task: 1}))
+    assert launcher.now == pytest.approx(106.0, abs=2 * monitor.POLL_SECS)
+
+
 @pytest.mark.parametrize("saved_at", [103.0, 105.5])  # the leader may have heard of the stop from another host's task
 @pytest.mark.parametrize(("stopping", "printed"), [(False, "not saved since step 40"), (True, "saved at step 40")])
 def test_a_stop_says_whether_it_has_saved(tmp_path: Path, saved_at: float, stopping: bool, printed: str) -> None:

@@ -81,7 +81,9 @@ def test_a_bar_has_the_shares_of_the_median_round() -> None:
     ]
 
 
-@pytest.mark.parametrize("way", slowness.WAYS)
+@pytest.mark.parametrize(
+    "way", ["sync", *(pytest.param(way, marks=pytest.mark.thorough) for way in slowness.WAYS if way != "sync")]
+)
 def test_every_run_is_a_request_that_is_accepted(way: str) -> None:
     for case in worker_time.CASES:
         options = [one for one in worker_time.options_of(way, case) if not one.startswith("plugins=")]

@@ -81,6 +81,7 @@ def test_a_file_is_filled_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(made) == len(all_runs()) + 1, "only the run that was stopped is made again"
 
 
+@pytest.mark.thorough  # the next test loads one of them
 def test_every_run_is_a_request_that_is_accepted() -> None:
     algorithms = (*staleness.ALGORITHMS, *staleness.COMPENSATED)
     settings = [Setting("cnn", "mnist", "adam", algorithm, 9, 0.001, 2) for algorithm in algorithms]

@@ -12,7 +12,7 @@ import pytest
 from hydra.types import RunMode
 
 from tf2dist.config.compose import ConfigSource, open_hydra, prepare_overrides
-from tf2dist.config.sweeps import Job, jobs_of
+from tf2dist.config.sweeps import Job, expanded, jobs_of
 from tf2dist.errors import ConfigError, SomeFailed
 from tf2dist.launch import single_run
 from tf2dist.launch.host_run import HostRun
@@ -49,7 +49,7 @@ EXPANDED = [
 
 @pytest.mark.parametrize(("overrides", "lines"), EXPANDED, ids=lambda value: " ".join(value))
 def test_the_jobs_are_the_same_as_with_hydra(overrides: list[str], lines: list[str]) -> None:
-    assert [" ".join(job.overrides) for job in jobs(*overrides)] == lines
+    assert [" ".join(line) for line, _ in expanded(overrides, NO_FOLDER)] == lines
 
 
 def test_each_job_has_the_configuration_of_its_line() -> None:
