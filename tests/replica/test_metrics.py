@@ -113,7 +113,7 @@ def source_of(kind: str) -> InMemorySource:
     )
 
 
-THOROUGH = ("one-hot", "numbers")
+THOROUGH = ("one-hot", "numbers", "binary")
 
 
 @pytest.mark.parametrize(

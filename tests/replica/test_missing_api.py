@@ -399,10 +399,11 @@ def test_a_copy_of_the_service_configuration_is_reported(monkeypatch: pytest.Mon
             ("keras.layers", "keras.gone"),
             "keras {}: has no keras.gone of the kind",
         ),
-        (
+        pytest.param(
             "tests.replica.probes.OF_TENSORFLOW",
             ("TF_CPP_MIN_LOG_LEVEL", "TF_GONE"),
             "tensorflow {}: has no TF_GONE of the kind",
+            marks=pytest.mark.thorough,
         ),
         ("tests.replica.probes.KERAS_ON_TENSORFLOW", {"KERAS_NNX_ENABLED": "0"}, "keras {}: has no KERAS_BACKEND"),
         ("tf2dist.tf_internals.keras.COUNTERS", ("step", "learning_rate"), "keras {}: has no slots of the kind"),
