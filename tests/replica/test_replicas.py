@@ -145,11 +145,11 @@ def test_another_rule_makes_steps_of_fewer_gradients(replicas_loop: MakeLoop, mo
 
 
 def test_a_worker_gives_several_gradients_to_a_step(replicas_loop: MakeLoop) -> None:
-    """With 6 gradients to a step each of 3 workers gives 2, so a step equals one of 6 workers."""
-    loop = replicas_loop(replicas_config(6, steps_per_execution=4), num_workers=3, num_ps=1)
+    """With 4 gradients to a step each of 2 workers gives 2, so a step equals one of 4 workers."""
+    loop = replicas_loop(replicas_config(4, steps_per_execution=4), num_workers=2, num_ps=1)
     loop.train(30)
-    assert_counted(loop, 30, 6)
-    assert loop.progress.local_steps == (60, 60, 60)
+    assert_counted(loop, 30, 4)
+    assert loop.progress.local_steps == (60, 60)
     assert not any(loop.facts()["dropped"])
 
 
