@@ -63,7 +63,7 @@ def test_another_run_sees_what_is_left(
     assert all_of(other.examples(0, other.to_pass_end)) == to_see(position, until), "cut in another way"
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), positions())
 def test_replicas_share_each_step(n: int, batch_size: int, shards: int, begin: InputPosition) -> None:
     sharding = Sharding(n, batch_size, shards, 3, True)

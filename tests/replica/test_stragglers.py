@@ -66,6 +66,7 @@ def calls_of(loop: Any) -> list[str]:
     return [node.name for node in nodes if node.op == "PyFunc" and node.attr["token"].s.decode() == DELAY_TOKEN]
 
 
+@pytest.mark.thorough
 def test_without_a_simulation_no_delay_is_in_the_graph(async_loop: MakeLoop) -> None:
     plain = async_loop(run_config())
     assert calls_of(plain) == []

@@ -284,6 +284,7 @@ def evaluated_by_keras(weights: list[np.ndarray], count: int) -> dict[str, Any]:
     return {name: pytest.approx(value, rel=1e-5) for name, value in model.evaluate(whole, return_dict=True).items()}
 
 
+@pytest.mark.thorough
 def test_one_asynchronous_worker_validates_on_a_stream_as_keras(async_loop: Any, publishing: Any) -> None:
     source, config, hooks = validated(1), config_of(BATCH), RecordingHooks()
     publishing(source.load())
@@ -344,7 +345,7 @@ def test_three_asynchronous_workers_evaluate_every_shard_once(async_loop: Any, p
     source = validated(3)
     publishing(source.load(), range(3))
     loop = async_loop(config_of(BATCH), 3, 2, source=source)
-    loop.train(20)
+    loop.train(2)
     evaluations, weights = [loop.evaluate("validation") for _ in range(2)], weights_of(loop.model)
     for evaluation in evaluations:
         assert evaluation.num_examples == 90
