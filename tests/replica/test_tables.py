@@ -119,7 +119,7 @@ def results_of_workers(sync_workers: SyncWorkers, request: pytest.FixtureRequest
 @pytest.mark.parametrize(
     ("name", "steps_per_call"),
     [
-        ("diabetes", 5),
+        pytest.param("diabetes", 5, marks=pytest.mark.thorough),
         pytest.param("breast cancer", None, marks=pytest.mark.slow),
         pytest.param("wine", 40, marks=pytest.mark.thorough),
     ],
