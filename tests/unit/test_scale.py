@@ -174,3 +174,22 @@ def test_the_page_has_the_tables_of_what_was_measured() -> None:
     text = PAGES["docs/scaling.md"]
     assert growth.page_of(text, points) == text
     assert text.count("written by `make bench`") == len({**growth.TABLES, **bandwidth.TABLES})
+
+
+def test_what_the_page_says_of_two_cores_and_of_the_law() -> None:
+    points = json.loads((REPOSITORY / "docs/bench.json").read_text())["scale"]
+    text = " ".join(PAGES["docs/scaling.md"].split())
+    sizes = ("mode", "model", "workers")
+    (one,) = (point for point in points if [point[name] for name in sizes] == ["sync", "softmax", 32])
+    secs = one["roles"]["worker"]["cpu_ms"]
+    assert f"that takes {secs:.0f} ms of a core for each step, so two cores are busy for {secs / 2:.0f} ms" in text
+    found = [
+        ratio
+        for *_, quantity, expected, real in growth.predictions(points)
+        for ratio in [expected / real]
+        if quantity == "cpu_ms"
+    ]
+    close = [ratio for ratio in found if growth.is_close(ratio, 1)]
+    assert f"Of the {len(found)} figures of processor time {len(close)} are within 15 %" in text
+    far = sorted(round(100 * abs(ratio - 1)) for ratio in found if ratio not in close)
+    assert (len(far), far[0], far[-2], far[-1]) == (7, 16, 18, 26), "as the page says"
