@@ -146,7 +146,8 @@ CASES = {
 }
 
 
-# `make test` has a regression and a binary classification in test_tables.py, and two outputs are in "everything".
+# `make test` has a regression in the tests of hooks, a binary classification in test_tables.py, and two outputs in
+# "everything".
 MARKS = {
     **{name: [pytest.mark.slow] for name in ("regression", "binary")},
     **{name: [pytest.mark.thorough] for name in ("two outputs", "recurrent")},

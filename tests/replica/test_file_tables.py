@@ -103,6 +103,7 @@ def is_in_file(table: keras.Variable) -> bool:
 
 
 def assert_alike(model: keras.Model, like: keras.Model, x: Any) -> None:
+    model.run_eagerly = like.run_eagerly = True  # tracing takes longer than two batches
     np.testing.assert_array_equal(model.predict(x, verbose=0), like.predict(x, verbose=0))
     assert model.evaluate(x, Y, verbose=0) == like.evaluate(x, Y, verbose=0)
 
@@ -123,6 +124,7 @@ def test_a_loaded_model_is_that_of_load_model(tmp_path: Path, kind: type[keras.M
         return branched(kind, adapts=step is None)
 
     model, x = build(), inputs()
+    model.run_eagerly = True
     model.fit(x, Y, verbose=0)
     (tmp_path / "run").mkdir()
     assert leave(tmp_path / "run", model, build) == []

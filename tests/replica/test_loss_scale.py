@@ -33,7 +33,7 @@ from tf2dist.training.report import LearningRates
 
 layers, optimizers = keras.layers, keras.optimizers
 MODELS = ("overflowing", "half")
-PAUSE = 7  # the step at which the runs are resumed
+PAUSE = 7  # the step at which a run is resumed
 SCALE = "optimizer/loss_scale/"
 
 
@@ -82,11 +82,11 @@ def config_of(name: str, num_workers: int) -> RunConfig:
 
 
 def train_all(worker: SyncWorker) -> dict[str, dict[str, Any]]:
-    """What each model is after all steps, the second half of them in a resumed run."""
+    """What each model is after all steps, the second half of which "overflowing" takes in a resumed run."""
     found = {}
     for name in MODELS:
         config, start = config_of(name, worker.cluster.num_workers), None
-        for until_step in (PAUSE, STEPS):
+        for until_step in (PAUSE, STEPS) if name == "overflowing" else (STEPS,):
             loop = sync_loop(worker, config, start=start)
             loop.train(until_step)
             start = taken(loop)
