@@ -73,11 +73,12 @@ def test_the_weights_count_the_updates(async_loop: MakeLoop) -> None:
 
 
 def test_every_update_gets_its_own_number(async_loop: MakeLoop) -> None:
-    loop = async_loop(run_config(optimizer="record_number", steps_per_execution=5), num_workers=4)
+    # With fewer workers and shorter calls no two of them would take a number at the same time.
+    loop = async_loop(run_config(optimizer="record_number", steps_per_execution=10), num_workers=4)
     before = weights(loop)
-    loop.train(100)
+    loop.train(200)
     for old, new in zip(before, weights(loop), strict=True):
-        np.testing.assert_allclose(new - old, 100 * 101 / 2, atol=1e-1)
+        np.testing.assert_allclose(new - old, 200 * 201 / 2, atol=1e-1)
 
 
 @pytest.mark.thorough  # test_algorithms.py has the rates of a schedule
