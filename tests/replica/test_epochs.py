@@ -146,8 +146,7 @@ CASES = {
 }
 
 
-# `make test` has a regression in the tests of hooks, a binary classification in test_tables.py, and two outputs in
-# "everything".
+# `make test` has a regression in the tests of hooks, two classes in test_tables.py, and two outputs in "everything".
 MARKS = {
     **{name: [pytest.mark.slow] for name in ("regression", "binary")},
     **{name: [pytest.mark.thorough] for name in ("two outputs", "recurrent")},

@@ -51,7 +51,7 @@ def wait_for_calls(
     Args:
         progress: returns a value that changes while workers make progress.
         quiet_secs: how long this value may stay the same after a request to stop.
-        outlasts_stop: otherwise the wait ends so long after the request, also while workers make progress.
+        outlasts_stop: if false, the wait ends `quiet_secs` after the request, even while workers make progress.
     """
     requested, seen, quiet_since = PauseRequest.NOTHING, None, math.inf
     look_at = time.monotonic() + MAX_LOOK_SECS
