@@ -116,8 +116,8 @@ FIRST, REST = SEEDS[:1], SEEDS[1:]
 ORDER: tuple[tuple[str, tuple[int, ...], str, tuple[int, ...]], ...] = (
     *(("dnn", FEW, "fashion_mnist", SEEDS), ("dnn", FEW, "mnist", SEEDS), ("dnn", MANY, "fashion_mnist", SEEDS)),
     *(("cnn", FEW, "fashion_mnist", SEEDS), ("dnn", OTHERS, "fashion_mnist", FIRST), ("dnn", MANY, "mnist", SEEDS)),
-    *(("cnn", FEW, "mnist", FIRST), ("cnn", MANY, "fashion_mnist", FIRST), ("dnn", OTHERS, "fashion_mnist", REST)),
-    *(("cnn", FEW, "mnist", REST), ("cnn", MANY, "fashion_mnist", REST), ("dnn", OTHERS, "mnist", SEEDS)),
+    *(("cnn", FEW, "mnist", FIRST), ("dnn", OTHERS, "fashion_mnist", REST), ("dnn", OTHERS, "mnist", SEEDS)),
+    *(("cnn", MANY, "fashion_mnist", FIRST), ("cnn", FEW, "mnist", REST), ("cnn", MANY, "fashion_mnist", REST)),
     *(("cnn", MANY, "mnist", SEEDS), ("cnn", OTHERS, "fashion_mnist", SEEDS), ("cnn", OTHERS, "mnist", SEEDS)),
 )
 
