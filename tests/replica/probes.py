@@ -46,9 +46,9 @@ from tf2dist.tf_internals.keras import (
     choose_by_path,
     clip_gradient,
     dataset_of,
-    fix_learning_rate,
     follow_learning_rate,
     fresh_names,
+    learning_rate_of,
     leave_losses_unscaled,
     losses_of,
     mask_of,
@@ -144,10 +144,9 @@ def _new_variables_are_found() -> bool:
     return np.array_equal(variable.numpy(), drawn)
 
 
-def _rate_is_fixed() -> bool:
-    optimizer = built(keras.optimizers.SGD)
-    fix_learning_rate(optimizer)
-    return isinstance(optimizer.learning_rate, float)
+def _rate_is_found() -> bool:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
+    return learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
 
 
 def _rate_is_scaled() -> bool:
@@ -384,7 +383,7 @@ PROBES: dict[tuple[Any, str], Callable[[], bool]] = {
     (tf, NO_INLINE): _one_node_is_kept,
     (tf, "Graph._distribution_strategy_stack"): _strategies_are_left,
     (keras, "slots"): _slots_are_named,
-    (keras, "Optimizer._learning_rate"): _rate_is_fixed,
+    (keras, "Optimizer._learning_rate"): _rate_is_found,
     (keras, "Optimizer._get_current_learning_rate"): _rate_is_scaled,
     (keras, "Optimizer._get_current_learning_rate of another"): _rate_is_followed,
     (keras, "Optimizer._use_weight_decay"): _excluded_are_found,

@@ -70,13 +70,11 @@ def split_of(splits: Any, name: str) -> Any:
     return arrays
 
 
-def part_of(
-    variables: list[Any], make_optimizer: Any, num_workers: int = 1, num_metrics: int = 0, *, keeps_rate: bool = True
-) -> Any:
+def part_of(variables: list[Any], make_optimizer: Any, num_workers: int = 1, num_metrics: int = 0) -> Any:
     """These variables as the only part of a model, on this process's CPU."""
     from tf2dist.training.parameter_server.server import PartSpec
 
-    return PartSpec("CPU:0", variables, [], make_optimizer, num_workers, num_metrics, keeps_rate=keeps_rate)
+    return PartSpec("CPU:0", variables, [], make_optimizer, num_workers, num_metrics)
 
 
 def server_of(config: RunConfig, *part: Any, **more: Any) -> Any:

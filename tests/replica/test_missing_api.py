@@ -35,7 +35,6 @@ from tf2dist.tf_internals.keras import (
     config_of,
     count_updates_in,
     counter_of,
-    fix_learning_rate,
     fresh_names,
     groups_of,
     layers_of,
@@ -235,7 +234,6 @@ MISSING = [
         "_distribute_strategy",
         lambda part: PartitionedVariable([part])._distribute_strategy,
     ),
-    MissingApi("each update would read the learning rate", built_optimizer, "_learning_rate", fix_learning_rate),
     MissingApi(
         "stale updates would count as much as others",
         lambda: BASE_OPTIMIZER,
@@ -318,7 +316,7 @@ KINDS = [
     (context.Context, "_config", lambda own: with_context(own, keep_threads_from_spinning)),
     (built_optimizer, "_momentums", momentums),
     (built_optimizer, "_iterations", lambda optimizer: count_updates_in(optimizer, keras.Variable(0))),
-    (built_optimizer, "_learning_rate", fix_learning_rate),
+    (built_optimizer, "_learning_rate", learning_rate_of),
     (model_with_metrics, "_loss_tracker", loss_tracker_of),
     (model_with_metrics, "_compile_loss", losses_of),
 ]

@@ -123,7 +123,7 @@ def test_the_learning_rate_of_vectors_can_be_changed() -> None:
     """As a callback does; it reads and sets the rate of the optimizer that it knows."""
     _, variables = model_of()
     make = functools.partial(builtin.build_optimizer, {"name": "sgd", "learning_rate": 0.5}, 3)
-    server = server_of(run_config(), variables, make, keeps_rate=False)
+    server = server_of(run_config(), variables, make)
     server.trace_functions({})
     server.optimizer.learning_rate = 0.25
     before, gradient = variables[1].numpy(), gradients(variables, 0)[1]
@@ -199,5 +199,5 @@ def test_a_run_names_few_variables_in_its_calls(async_loop: Callable[..., Any]) 
     loop.train(4)
     assert [len(server.stored) for server in loop._graphs.servers] == [1, 1]
     handles = [one for one in loop._scheduler.function.graph.inputs if one.dtype == tf.resource]
-    # Of the vector and three counters on each ps; of what hands out the batches on the first.
-    assert len(handles) == 4 * 2 + 3
+    # Of the vector, the learning rate and three counters on each ps; of what hands out the batches on the first.
+    assert len(handles) == 5 * 2 + 3

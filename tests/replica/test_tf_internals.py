@@ -15,10 +15,8 @@ from tests.replica.keras_objects import BATCH, built_optimizer, compiled_model, 
 from tf2dist.tf_internals.keras import (
     build_metrics,
     count_updates_in,
-    fix_learning_rate,
     fresh_names,
     layers_of,
-    learning_rate_of,
     loss_tracker_of,
     losses_of,
     mask_of,
@@ -94,19 +92,6 @@ def test_an_optimizer_counts_updates_in_the_given_variable() -> None:
     count_updates_in(optimizer, counter)
     optimizer.apply([tf.constant(1.0)], [keras.Variable(0.0)])
     assert int(counter) == int(optimizer.iterations) == 8
-
-
-def test_a_fixed_learning_rate_is_a_number() -> None:
-    optimizer = built_optimizer(keras.optimizers.SGD)
-    fix_learning_rate(optimizer)
-    assert learning_rate_of(optimizer) == 0.5
-    (weight,) = trained_variables(optimizer)
-    optimizer.apply([tf.constant([1.0, 1.0])])
-    np.testing.assert_allclose(weight, [0.5, 1.5])
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    scheduled = built_optimizer(lambda learning_rate: keras.optimizers.SGD(schedule))
-    fix_learning_rate(scheduled)
-    assert learning_rate_of(scheduled) is schedule
 
 
 def test_nested_layers_and_their_seeds_are_found() -> None:

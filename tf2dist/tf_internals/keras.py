@@ -232,15 +232,6 @@ def config_of(optimizer: keras.Optimizer) -> dict[str, Any]:
         optimizer._learning_rate = rate
 
 
-def fix_learning_rate(optimizer: keras.Optimizer) -> None:
-    """Turns a learning rate that is a variable into a constant, which saves a read for each update."""
-    rate = learning_rate_of(optimizer)
-    # Schedules stay: their value changes from step to step.
-    if isinstance(rate, keras.Variable):
-        # The public setter would assign the number to the variable instead of replacing that.
-        optimizer._learning_rate = float(rate.numpy())
-
-
 def set_learning_rates(optimizer: keras.Optimizer, rates: Sequence[float]) -> None:
     """Sets the learning rate of each inner optimizer that has no schedule, to which Keras refuses to assign one."""
     inner = inner_optimizers(optimizer)

@@ -113,7 +113,7 @@ class PsGraphs(abc.ABC):
         self.stragglers = Stragglers(config)
         self.evaluated_at_once = chunk_size(config.train.batch_size_per_worker, step, self.splits, epochs)
         self.new_optimizer: Callable[[], keras.Optimizer] = functools.partial(make_optimizer, plan.target_step)
-        self._make_servers(self._parts(earlier_updates, keeps_rate=epochs is None))
+        self._make_servers(self._parts(earlier_updates))
         self.routing = Routing(step.tables, [server.tables for server in self.servers])
         with tf.device(self.servers[0].device):
             self.evaluated_batches = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_batches")
@@ -133,7 +133,7 @@ class PsGraphs(abc.ABC):
             return asked
         return min(asked, max(1, math.ceil(self._steps_of_worker(self.sharding.updates_per_pass))))
 
-    def _parts(self, earlier_updates: int, *, keeps_rate: bool) -> list[PartSpec]:
+    def _parts(self, earlier_updates: int) -> list[PartSpec]:
         """The part of the model that each ps gets."""
         # As often as a variable is in both: a call may assign a trained one, as spectral normalization does.
         trainable, state = all_parts(self.step.trainable), all_parts(self.step.state)
@@ -147,7 +147,6 @@ class PsGraphs(abc.ABC):
                 make_optimizer=self.new_optimizer,
                 num_workers=self.sharding.num_shards,
                 num_metrics=self.step.metrics.size if device == devices[0] else 0,  # the sums are read from one ps
-                keeps_rate=keeps_rate,
                 earlier_updates=earlier_updates,
                 narrow=narrow_dtype(self.config.cluster.transfer_dtype),
                 tables=[v for v in trainable if v.value.device == device and id(v) in tables],

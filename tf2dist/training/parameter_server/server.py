@@ -20,7 +20,6 @@ import tensorflow as tf
 from tf2dist.model.tables import apply_rows, is_one_operation
 from tf2dist.tf_internals.keras import (
     count_updates_in,
-    fix_learning_rate,
     follow_learning_rate,
     groups_of,
     inner_optimizers,
@@ -56,7 +55,6 @@ class PartSpec:
         make_optimizer: for the ps.
         num_workers: that push.
         num_metrics: numbers that every update adds to the sums of the metrics; 0 where they are not kept.
-        keeps_rate: whether nobody changes the learning rate during the run, other than a schedule.
         earlier_updates: that the optimizer has applied before this run; they count for its schedule.
         narrow: the type in which large floats travel in training; None for their own.
     """
@@ -67,7 +65,6 @@ class PartSpec:
     make_optimizer: Callable[[], keras.Optimizer]
     num_workers: int
     num_metrics: int
-    keeps_rate: bool = True
     earlier_updates: int = 0
     narrow: tf.DType | None = None
     tables: Sequence[keras.Variable] = ()
@@ -121,9 +118,6 @@ class ModelPart(abc.ABC):
             have_kernels = [make_atomic(inner) for inner, _ in self.groups]
             self._has_kernel = all(have_kernels)
             self.optimizer_of = {id(variable): inner for inner, trained in self.groups for variable in trained}
-            for inner, _ in self.groups:
-                if self._has_kernel and spec.keeps_rate:  # no optimizer with a kernel changes its rate
-                    fix_learning_rate(inner)
         if spec.tables:
             self._read_rows = self.on_device(self._pack_rows, *self._exact_rows.request_types)
 
