@@ -204,6 +204,20 @@ def test_a_full_disk(small_disk: Callable[[str], Path], tmp_path: Path) -> None:
     }
 
 
+def test_a_table_is_not_written_into_the_file_of_weights_first(tmp_path: Path) -> None:
+    """Only into a file of its own, and from there into model.keras."""
+    model = one_table()
+    rows = model.layers[0].embeddings.numpy()
+
+    def written() -> int:
+        return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+    before = written()
+    write_model(tmp_path, model, model.optimizer, lambda: {"model/users/embeddings": rows}, 7, one_table, pytest.fail)
+    assert 2 * rows.nbytes <= written() - before < 2.5 * rows.nbytes
+    np.testing.assert_array_equal(keras.saving.load_model(tmp_path / MODEL_FILE).layers[0].embeddings.numpy(), rows)
+
+
 def test_what_the_run_does_not_have_is_as_a_new_optimizer_makes_it(tmp_path: Path) -> None:
     """As where a step of the model's own has another optimizer for the table."""
 

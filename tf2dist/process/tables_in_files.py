@@ -84,15 +84,24 @@ class Tables:
         """
         self._map(table, self._write(table, rows))
 
-    def write_into(self, weights: Path) -> None:
-        """Writes the tables into the HDF5 file of the model that was saved, in place of their numbers."""
+    def make_room_in(self, weights: Path) -> list[tuple[int, Path]]:
+        """Gives each table a place in the HDF5 file of the model that was saved, where its number is.
+
+        Returns:
+            The first byte of each place, in their order, and the file whose bytes belong there. The file of the model
+            has a hole there, so that the bytes of a table are written once, by whoever copies it.
+        """
+        filled = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        filled.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        filled.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        places = []
         with h5py.File(weights, "r+") as file:
             for place, (variable, number) in self._places.items():
                 del file[place]
-                dataset = file.create_dataset(place, tuple(variable.shape), np.float32)
-                array = np.memmap(self._path(number), np.float32, "r", shape=dataset.shape)
-                for first, last in row_pieces(variable):
-                    dataset[first:last] = array[first:last]
+                space = h5py.h5s.create_simple(tuple(variable.shape))
+                dataset = h5py.h5d.create(file.id, place.encode(), h5py.h5t.NATIVE_FLOAT, space, filled)
+                places.append((dataset.get_offset(), self._path(number)))
+        return sorted(places)
 
     # In place of the methods of an Embedding or an optimizer, the owner; `original` is bound to it.
 

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import keras
@@ -127,12 +127,11 @@ def write_model(
                 prepare_choice(model.name, model.optimizer, model.trainable_variables, named)
             # Not zipped by Keras, which would first hold all weights in memory once more.
             keras.saving.save_model(model, folder / "unzipped", zipped=False)
-        tables.write_into(folder / "unzipped" / WEIGHTS)
-        # Before most of it has been written to the disk. A model refers to itself, and would keep its files mapped.
+        places = tables.make_room_in(folder / "unzipped" / WEIGHTS)
+        # A model refers to itself, and would keep the files of its tables mapped when they are removed.
         del model, tables
         gc.collect()
-        shutil.rmtree(folder / "tables", ignore_errors=True)
-        _zip(folder / "unzipped", run_dir)
+        _zip(folder / "unzipped", run_dir, places)
     except Exception as error:  # builders and get_config of the user's layers may raise anything
         warn(f"{MODEL_FILE} could not be written ({_reason(error)}){elsewhere}")
     finally:
@@ -150,10 +149,14 @@ def _reason(error: Exception) -> str:
     return of_hdf5[1] if of_hdf5 else str(getattr(error, "strerror", None) or reason_of(error))
 
 
-def _zip(saved: Path, run_dir: Path) -> None:
-    """Makes model.keras of a saved model, whole or not at all, without following links."""
+def _zip(saved: Path, run_dir: Path, places: Sequence[tuple[int, Path]]) -> None:
+    """Makes model.keras of a saved model, whole or not at all, without following links.
+
+    Args:
+        places: of the tables in its file of weights; see `Tables.make_room_in`.
+    """
     # In the new folder and then moved: a link that has this name would be followed.
-    path = saved.with_name(MODEL_FILE)
+    path, weights = saved.with_name(MODEL_FILE), saved / WEIGHTS
     with zipfile.ZipFile(path, "w") as archive:
         for part in sorted(saved.rglob("*")):
             if part.is_dir():
@@ -161,16 +164,29 @@ def _zip(saved: Path, run_dir: Path) -> None:
                 continue
             entry = zipfile.ZipInfo.from_file(part, part.relative_to(saved))
             # `archive.write` would copy 8 KB at a time, which takes twice the processor time.
-            with open(part, "rb") as source, archive.open(entry, "w") as target:
-                while piece := source.read(COPIED_BYTES):
+            with archive.open(entry, "w") as target:
+                for piece in _pieces(part, places if part == weights else []):
                     target.write(piece)
                     heartbeat.progress(heartbeat.START_SECS)  # the next call may be the one that waits for the disk
-            part.unlink()  # what the kernel has not written of it yet does not go to the disk
+            # What the kernel has not written of them yet does not go to the disk.
+            for copied in {part, *(table for _, table in places if part == weights)}:
+                copied.unlink()
     # On disk before it gets its name: after a power failure the name must not lead to an empty file.
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     path.replace(run_dir / MODEL_FILE)
     flush(run_dir)
+
+
+def _pieces(path: Path, places: Sequence[tuple[int, Path]]) -> Iterator[bytes]:
+    """The bytes of a file, with those of other files at their places."""
+    with open(path, "rb") as file:
+        for first, table in [*places, (path.stat().st_size, None)]:
+            for begin in range(file.tell(), first, COPIED_BYTES):
+                yield file.read(min(COPIED_BYTES, first - begin))
+            if table:
+                file.seek(table.stat().st_size, os.SEEK_CUR)
+                yield from _pieces(table, [])
 
 
 def saved_variables(model: keras.Model) -> Named:
