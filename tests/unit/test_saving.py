@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -98,6 +99,22 @@ def test_the_newest_saved_snapshot_is_found(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o077 for path in checkpoints.folder.iterdir()] == [0, 0, 0], (
         "others may read the files"
     )
+
+
+def test_a_checkpoint_is_hashed_while_the_disk_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_hashed, digest, fsync = threading.Event(), hashlib.file_digest, os.fsync
+
+    def noted(*arguments: Any) -> Any:
+        is_hashed.set()
+        return digest(*arguments)
+
+    def slow(descriptor: int) -> None:
+        assert is_hashed.wait(10)
+        fsync(descriptor)
+
+    monkeypatch.setattr(hashlib, "file_digest", noted)
+    monkeypatch.setattr(os, "fsync", slow)
+    Checkpoints(tmp_path).save(snapshot(3))
 
 
 def test_a_snapshot_is_unchanged_after_it_was_sent() -> None:

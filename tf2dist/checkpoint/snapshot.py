@@ -19,6 +19,7 @@ import struct
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -229,10 +230,12 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     with open(folder / ARRAYS, "wb") as file:
         np.savez(file, **snapshot.arrays)  # type: ignore[arg-type]
         file.flush()
-        os.fsync(file.fileno())
-    # Read back instead of hashed on the way: numpy seeks in the file to complete its headers.
-    with open_to_read(folder / ARRAYS) as written:
-        size, sha256 = os.fstat(written.fileno()).st_size, _sha256(written)
+        # Read back instead of hashed on the way: numpy seeks in the file to complete its headers. The disk writes it
+        # meanwhile.
+        with ThreadPoolExecutor(1) as thread, open_to_read(folder / ARRAYS) as written:
+            flushed = thread.submit(os.fsync, file.fileno())
+            size, sha256 = os.fstat(written.fileno()).st_size, _sha256(written)
+            flushed.result()
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": snapshot.step,
