@@ -167,3 +167,22 @@ def test_a_change_of_what_is_trained_is_refused(before: bool) -> None:
     model.layers[0].trainable = not before
     with pytest.raises(FitError, match=r"callbacks: whether .*first/kernel is trained was changed.*call fit once for"):
         mirror.changes()
+
+
+def test_tasks_make_no_slots_for_the_optimizer_of_a_model_that_they_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a ps those of large tables would take as much memory as the tables."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adagrad(0.25), "mse", metrics=["mae"])
+        return model
+
+    splits = Splits(Arrays(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)), num_classes=None)
+    shipping.ship(tmp_path, build, "it", splits, EpochPlan())
+    monkeypatch.setattr(shipping, "is_task", False)
+    model = shipping.ShippedSource(tmp_path).build(splits)
+    assert not model.optimizer.built
+    assert model.metrics[1].variables, "the metrics are built"
+    assert float(model.optimizer.learning_rate) == 0.25

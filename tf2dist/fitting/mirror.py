@@ -1,5 +1,7 @@
 """The model in the caller's process that callbacks see: it holds the variables of the cluster between two steps."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -212,10 +214,15 @@ def outside_of(model: keras.Model, layout: Layout) -> dict[str, keras.Variable]:
     """The variables that a training step reads and that are not the model's, by their names in the cluster."""
     if has_own_step(model):
         return {name: variables[0] for name, variables in _own_step(model, layout).outside.items()}
-    # The step of the tasks has no optimizer, either.
+    with _without_optimizer(model):  # as the step of the tasks
+        return {name: variables[0] for name, variables in CompiledStep(model, layout).outside.items()}
+
+
+@contextlib.contextmanager
+def _without_optimizer(model: keras.Model) -> Iterator[None]:
     optimizer, model.optimizer = model.optimizer, None
     try:
-        return {name: variables[0] for name, variables in CompiledStep(model, layout).outside.items()}
+        yield
     finally:
         model.optimizer = optimizer
 
@@ -264,12 +271,13 @@ def _value(variable: keras.Variable) -> np.ndarray:
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)
 
 
-def build(model: keras.Model, name: str, layout: Layout) -> None:
+def build(model: keras.Model, name: str, layout: Layout, with_optimizer: bool = True) -> None:
     """Creates the variables of a model that has none yet, and those of its metrics, as `keras.Model.fit` does.
 
     Args:
         name: of the model, for messages.
         layout: of the data.
+        with_optimizer: whether its optimizer gets its variables, too.
     """
     try:
         make_variables(model, name, layout)
@@ -279,9 +287,11 @@ def build(model: keras.Model, name: str, layout: Layout) -> None:
         raise FitError(f"{_uncallable(name, layout, reason_of(error))}{users_location(error)}") from error
     if has_own_step(model):
         return
-    _build_optimizer(model, name)
+    if with_optimizer:
+        _build_optimizer(model, name)
     try:
-        build_metrics(model, layout.symbolic())
+        with contextlib.nullcontext() if with_optimizer else _without_optimizer(model):
+            build_metrics(model, layout.symbolic())
     except InstallationError:
         raise
     except Exception as error:  # Keras raises errors of many types, and user code of any

@@ -378,19 +378,22 @@ class ShippedSource:
             with Tables(self._folder / TABLES).in_use():
                 return load_sent_model(self._folder)
         function = cloudpickle.loads((self._folder / BUILD).read_bytes())
-        # For a prediction the model comes with its weights.
-        return call_builder(function, self.name, splits.layout) if self.plan else function()
+        if not self.plan:  # for a prediction the model comes with its weights
+            return function()
+        # Tasks train with copies of its optimizer, whose own slots would take as much as the tables on a ps.
+        return call_builder(function, self.name, splits.layout, with_optimizer=False)
 
 
 def _reading_job(folder: Path) -> contextlib.AbstractContextManager[None]:
     return raising(f"{folder}: the job cannot be read", kind=TrainingError, also=(ValueError, EOFError))
 
 
-def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> keras.Model:
+def call_builder(function: Callable[[], Any], name: str, layout: Layout, with_optimizer: bool = True) -> keras.Model:
     """Calls the user's function; the variables of its model have the same names in every process of the job.
 
     Args:
         layout: of the data, for a model that creates its variables when it is first called.
+        with_optimizer: see `mirror.build`.
     """
     # Keras numbers layers by what the process has made before, and checkpoints know variables by these names.
     with fresh_names():
@@ -402,7 +405,7 @@ def call_builder(function: Callable[[], Any], name: str, layout: Layout) -> kera
                 raise FitError(
                     "is not compiled; call model.compile(optimizer, loss, metrics=...) before it is returned"
                 )
-        mirror.build(model, name, layout)
+        mirror.build(model, name, layout, with_optimizer)
     return model
 
 
