@@ -49,7 +49,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     """Runs the task that `payload` describes; returns the exit code.
 
     Args:
-        payload: "config" (YAML), "cluster" (its fields), "task" (job and index), "run_dir",
+        payload: "config" (its tree), "cluster" (its fields), "task" (job and index), "run_dir",
             "started_at", "job" (the folder of a call of `fit`, or None).
     """
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -60,7 +60,7 @@ def main(payload: dict[str, Any], to_launcher: ToLauncher) -> int:
     cluster = Cluster(**payload["cluster"] | {"jobs": jobs})
     task, run_dir = Task(*payload["task"]), Path(payload["run_dir"])
     try:
-        run_config = decode.from_yaml(payload["config"])
+        run_config = decode.to_dataclass(schema.RunConfig, payload["config"])
         heartbeat.start(to_launcher, run_config.watchdog_secs, stragglers.longest_secs(run_config))
         set_up_keras(run_config.keras)
         mail = inbox.listen(cluster)

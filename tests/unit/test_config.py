@@ -1,6 +1,7 @@
 """The configuration: defaults, choices, and one line for each mistake."""
 
 import contextlib
+import json
 import subprocess
 import sys
 import threading
@@ -14,12 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.scripted import host_run
 from tf2dist import cli
 from tf2dist.config import decode, for_fit
 from tf2dist.config.checks import check
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
 from tf2dist.errors import ConfigError
+from tf2dist.launch.host_tasks import payload_of
 from tf2dist.linux import without_warnings
 
 TF_CONFIG = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -86,6 +89,14 @@ def test_experiments() -> None:
 def test_yaml_and_back() -> None:
     config = load(["model=cnn", "train.steps=5", "cluster.num_ps=2"], None)
     assert decode.from_yaml(config.to_yaml()) == config
+
+
+def test_a_task_gets_the_configuration_as_json(tmp_path: Path) -> None:
+    """It is read in each task of every start, and YAML takes thirty times as long."""
+    config = load(["model=cnn", "train.steps=5", "optimizer.learning_rate=1e-7"], None)
+    run = host_run(config, tmp_path)
+    payload = json.loads(json.dumps(payload_of(run, *run.place)))
+    assert decode.to_dataclass(RunConfig, payload["config"]) == config
 
 
 def test_threads_compose_side_by_side_in_a_program_that_uses_hydra_itself(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def payload_of(run: HostRun, cluster: Cluster, task: Task) -> dict[str, Any]:
     """The payload of a task, for `task.main`."""
     # It is sent as JSON, so it holds text and lists instead of objects.
     return {
-        "config": run.config.to_yaml(),
+        "config": run.config.as_tree(),
         "cluster": asdict(cluster),
         "task": (task.job, task.index),
         "run_dir": str(run.run_dir),
