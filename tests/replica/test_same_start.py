@@ -196,6 +196,19 @@ def test_arrays_arrive_bit_by_bit_and_in_little_memory(sync_workers: SyncWorkers
         assert grown_mb < 100
 
 
+def gathered(worker: SyncWorker) -> tuple[list[Any], int]:
+    """What arrives of one, two and four numbers, and how often a graph was made for them."""
+    workers, index = Workers(worker.cluster, worker.task, worker.strategy), worker.task.index
+    rows = [workers.gather([2.0**52 + index, *range(1, num)]).tolist() for num in (1, 2, 4)]
+    return rows, workers._sum.experimental_get_tracing_count()
+
+
+def test_numbers_are_gathered_by_one_graph(sync_workers: SyncWorkers) -> None:
+    first, second = 2.0**52, 2.0**52 + 1
+    rows = [[[first], [second]], [[first, 1], [second, 1]], [[first, 1, 2, 3], [second, 1, 2, 3]]]
+    assert sync_workers(gathered, 2) == [(rows, 1)] * 2
+
+
 def keeps_what_it_has_read(worker: SyncWorker) -> bool:
     start = Weights({"model/kernel": np.zeros(3)})
     return Workers(worker.cluster, worker.task, worker.strategy).broadcast_start(start) is start

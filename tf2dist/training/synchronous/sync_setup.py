@@ -222,7 +222,7 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     if workers.index == 0:
         at_once = chunk_size(batch, step, splits, source.plan, replica_size=batch_size)
     # It may rest on a comparison of floats, which differs between types of CPU; all workers take worker 0's.
-    at_once = int(workers.add_up(np.array(at_once)))
+    at_once = int(workers.gather([at_once])[0, 0])
     return SyncRun(
         plan=plan,
         step=step,

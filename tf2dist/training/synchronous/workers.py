@@ -92,6 +92,7 @@ def has_nccl() -> bool:
 
 
 FINISH_TIMEOUT_SECS = 7 * 86400.0  # worker 0 may have much to write before; if it hangs, its launcher ends it
+MOST_GATHERED = 4  # numbers of a worker
 PIECE_BYTES = 1 << 20  # of an array that is sent; with four times as much the memory for copies doubles
 
 
@@ -134,11 +135,12 @@ class Workers:
         return summed
 
     def gather(self, own: Sequence[float]) -> np.ndarray:
-        """The numbers that all workers pass, equally many each, float64 [count, n]."""
-        # Each worker fills its own row, so the sum holds the rows of all.
-        rows = np.zeros([self.count, len(own)])
-        rows[self.index] = own
-        return self.add_up(rows)
+        """The numbers that all workers pass, equally many each and at most `MOST_GATHERED`, float64 [count, n]."""
+        # Each worker fills its own row, so the sum holds the rows of all. They have one length for all numbers of
+        # numbers, since the sum of each shape is traced, which takes 20 ms of every start.
+        rows = np.zeros([self.count, MOST_GATHERED])
+        rows[self.index, : len(own)] = own
+        return self.add_up(rows)[:, : len(own)]
 
     def broadcast(self, packed: bytes) -> bytes:
         """The bytes that worker 0 passes."""
