@@ -83,7 +83,13 @@ class ArrayFeed(Feed):
 
     def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: InputPosition) -> None:
         self._train, self._sharding, self._begin = train, sharding, begin
-        self.iterators = (iter(workers.strategy.distribute_datasets_from_function(self._dataset)),)
+        if workers.num_replicas > workers.count or tf.config.get_visible_devices("GPU"):
+            # It brings batches to the GPUs ahead of their steps. For a CPU it would only cost: 50 ms at the start, and
+            # a quarter of a millisecond in each step.
+            dataset: Any = workers.strategy.distribute_datasets_from_function(self._of_context)
+        else:
+            dataset = self._dataset(workers.index, 1)
+        self.iterators = (iter(dataset),)
 
     def next(self, iterators: tuple[Any, ...], step: tf.Tensor) -> Any:
         return next(iterators[0])
@@ -96,12 +102,14 @@ class ArrayFeed(Feed):
         count = tf.maximum(tf.math.count_nonzero(weights, dtype=tf.int32), 1)
         return [leaf[:count] for leaf in leaves], tf.reduce_sum(weights)
 
-    def _dataset(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """This worker's batches, for its replicas in turn."""
+    def _of_context(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        count = context.num_replicas_in_sync // context.num_input_pipelines
+        return self._dataset(context.input_pipeline_id * count, count)
+
+    def _dataset(self, first: int, count: int) -> tf.data.Dataset:
+        """This worker's batches, for its `count` replicas in turn, of which the first is number `first` of all."""
         # TensorFlow takes an element for each local replica, so the shards of the replicas are interleaved.
         gather = of_arrays(self._train)
-        count = context.num_replicas_in_sync // context.num_input_pipelines
-        first = context.input_pipeline_id * count
         shards = [batches(gather, self._sharding, first + i, self._begin) for i in range(count)]
         if count == 1:
             return shards[0]
