@@ -7,7 +7,7 @@ import pytest
 
 from tf2dist.config.load import load
 from tf2dist.config.schema import RunConfig
-from tf2dist.launch.launcher import KEPT_PRIMITIVES, environment_of
+from tf2dist.launch.launcher import KEPT_PRIMITIVES, ONE_ARENA, environment_of
 from tf2dist.tf_constants import ONEDNN
 
 LARGE = "model.hidden_units=[512,512]"
@@ -53,11 +53,11 @@ def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytes
     assert found("model=dnn", LARGE, "devices.onednn=true") == "1"
 
 
-def test_what_onednn_prepares_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, value = KEPT_PRIMITIVES
+@pytest.mark.parametrize(("name", "value"), [KEPT_PRIMITIVES, ONE_ARENA])
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.delenv(name, raising=False)
     assert found("model=cnn", name=name) == value
-    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv(name, "2")
     assert found("model=cnn", name=name) is None
 
 

@@ -330,14 +330,17 @@ LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing
 # By default TensorFlow has oneDNN prepare the backward pass of each convolution again in every step, an eighth of the
 # processor time of MobileNetV2. What is prepared takes a few megabytes for each thread that computes.
 KEPT_PRIMITIVES = (PRIMITIVE_MEMORY, "0")
+# Freed memory stays in the arena of glibc that it came from. A worker receives variables in dozens of threads, and by
+# default these share 8 arenas for each core, several of which come to hold room for all variables. Beside that only the
+# first arena can keep blocks of more than 64 MB, see `keep_freed_memory`.
+ONE_ARENA = ("MALLOC_ARENA_MAX", "1")
 
 
 def environment_of(config: RunConfig) -> Mapping[str, str]:
     """The variables for a run with these options."""
     onednn = completed(config.devices, _known_kernels(config.model)).onednn
     variables = ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
-    name, value = KEPT_PRIMITIVES
-    return variables if name in os.environ else variables | {name: value}
+    return variables | {name: value for name, value in (KEPT_PRIMITIVES, ONE_ARENA) if name not in os.environ}
 
 
 def _known_kernels(model: Mapping[str, Any]) -> Iterator[int]:
