@@ -56,9 +56,15 @@ def test_the_users_environment_comes_before_what_is_suggested(monkeypatch: pytes
 @pytest.mark.parametrize(("name", "value"), [KEPT_PRIMITIVES, ONE_ARENA])
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.delenv(name, raising=False)
-    assert found("model=cnn", name=name) == value
+    assert found("model=dnn", LARGE, name=name) == value
     monkeypatch.setenv(name, "2")
-    assert found("model=cnn", name=name) is None
+    assert found("model=dnn", LARGE, name=name) is None
+
+
+def test_small_models_have_the_arenas_of_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _ = ONE_ARENA
+    monkeypatch.delenv(name, raising=False)
+    assert found("model=dnn", name=name) is None
 
 
 def test_other_processors_are_left_to_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:

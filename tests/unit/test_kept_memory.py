@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import DevicesConfig, RunConfig
 from tf2dist.launch.launcher import environment_of
 
 # Prints how many pages the kernel had to map for a block of 100 MB in a thread, after another one was freed.
@@ -54,8 +54,9 @@ print(int(re.search(r"RssAnon:\\s*(\\d+)", open("/proc/self/status").read())[1])
 
 
 def printed_by(program: str, *arguments: str) -> int:
-    """The number that a program prints in the environment of a task."""
-    command, environment = [sys.executable, "-c", program, *arguments], os.environ | environment_of(RunConfig())
+    """The number that a program prints in the environment of a task of a large model."""
+    config = RunConfig(devices=DevicesConfig(onednn=True))
+    command, environment = [sys.executable, "-c", program, *arguments], os.environ | environment_of(config)
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment)
     return int(done.stdout)
 
