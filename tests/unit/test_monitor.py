@@ -235,6 +235,17 @@ def test_a_leader_that_stood_still_goes_on_without_an_evaluator(
     assert other.startswith("tf2dist: warning: evaluator-0 is gone (silent for 31 s); the others go on")
 
 
+@pytest.mark.parametrize(("task", "fails"), [("evaluator-0", False), ("worker-1", True)])
+def test_an_error_of_its_own_is_the_end_of_a_worker_elsewhere_alone(tmp_path: Path, task: str, fails: bool) -> None:
+    """It would fail again. Of an evaluator, which only reads checkpoints, the others are independent."""
+    script = [(106.0, ResultMessage({"done": True}, task="chief-0")), (107.0, ended("chief-0", 0))]
+    launcher = ScriptedLauncher(tmp_path, script)
+    meeting = ScriptedMeeting(launcher, [(103.0, Ended(task, 1, "ValueError: bad"))])
+    place = Place(ASYNC, Task("chief", 0))
+    with pytest.raises(TaskFailure, match=r"^worker-1: ValueError: bad") if fails else contextlib.nullcontext():
+        assert follow(launcher, RunConfig(mode="async"), ["chief-0"], meeting=meeting, place=place)["done"]
+
+
 def test_an_evaluator_that_stood_still_goes_on_after_the_leader(tmp_path: Path) -> None:
     """It reads the last checkpoint, and needs nobody for that."""
     launcher = ScriptedLauncher(tmp_path, [(106.0, ended("evaluator-0", 0))])
