@@ -69,6 +69,12 @@ def test_plain_output_is_lines_without_control_characters() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_stream_that_is_no_file_is_flushed_after_each_line() -> None:
+    with Console(io.TextIOWrapper(written := io.BytesIO(), encoding="utf-8")) as plain:
+        plain.warn("look out")
+        assert written.getvalue() == b"tf2dist: warning: look out\n"
+
+
 def test_plain_output_has_a_line_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line stays, in a file or a log collector."""
     now = 100.0
