@@ -218,8 +218,12 @@ def test_all_time_lines_have_one_axis(tmp_path: Path, slower: int, millis: int) 
     _, results = compared(
         tmp_path, *SMALL, "until=0.85", secs_per_example=lambda contender, seed: slower * usual_secs(contender, seed)
     )
-    (limits,) = {axes.get_xlim() for axes in draw_timeline(results, False).axes}
+    figure = draw_timeline(results, False)
+    (limits,) = {axes.get_xlim() for axes in figure.axes}
     assert limits == pytest.approx((0, millis), rel=0.01)
+    for axes in figure.axes:
+        line = axes.collections[0].get_datalim(axes.transData)
+        assert (line.x0, line.x1) == pytest.approx(limits, rel=0.01, abs=0.1), "from edge to edge"
 
 
 def test_contenders_of_a_mode_look_alike_and_are_told_apart(tmp_path: Path) -> None:
