@@ -310,6 +310,17 @@ def test_a_broken_pipe_inside_a_run_is_no_success(monkeypatch: pytest.MonkeyPatc
         cli.main(["data=digits"])
 
 
+def test_hydra_writes_into_the_directory_that_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of two runs that start in the same second one has another name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_dir, "new_names", lambda outputs, _: iter([outputs / "second"]))
+    monkeypatch.setattr(single_run, "run_host", lambda *_: {})
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data=digits"])
+    assert (ended.value.code, [path.name for path in tmp_path.glob("outputs/*")]) == (0, ["second"])
+    assert (tmp_path / "outputs" / "second" / ".hydra").is_dir()
+
+
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
