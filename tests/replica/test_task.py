@@ -1,11 +1,17 @@
 """How a task reports errors that TensorFlow words in many ways."""
 
+import contextlib
+from pathlib import Path
+from typing import Any
+
 import pytest
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator.cluster_coordinator import ClosureInputError
 
-from tf2dist.errors import ConfigError, NotFiniteError, TaskLostError, TrainingError
+from tf2dist.cluster.spec import Cluster, Task
+from tf2dist.errors import ConfigError, Interrupted, LeaderLostError, NotFiniteError, TaskLostError, TrainingError
 from tf2dist.task import as_own_error
+from tf2dist.training.parameter_server import serving
 
 
 def test_running_out_of_memory_is_named() -> None:
@@ -69,3 +75,19 @@ def test_devices_that_a_plugin_configures_too_late_are_refused() -> None:
 def test_other_errors_stay_unchanged() -> None:
     for error in (ValueError("/job:ps"), tf.errors.InvalidArgumentError(None, None, "peer"), NotFiniteError("nan")):
         assert as_own_error(error) is error
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [({"final": "loss=0.1"}, None), ({"final": None}, Interrupted), ({"failure": "out of memory"}, LeaderLostError)],
+)
+def test_a_server_ends_as_its_coordinator_does(
+    message: dict[str, Any], error: type[Exception] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished, stopped and saved, or failed."""
+    monkeypatch.setattr(serving, "start_server", lambda *_: None)
+    monkeypatch.setattr(serving, "_shutdown_message", lambda: message)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # SIGTERM would be ignored in the tests after this one
+    cluster = Cluster("async", {"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert serving.serve(cluster, Task("ps", 0), None, tmp_path, 0.0, 0.0) == message
