@@ -91,6 +91,16 @@ def test_it_listens_at_its_own_address_alone(enter: Meetings) -> None:
     assert [c.laddr.ip for c in listening if c.laddr.port == port] == ["127.0.0.1"]
 
 
+def test_a_scan_of_the_ports_is_not_reported(enter: Meetings) -> None:
+    cluster = cluster_of(worker=2)
+    leader = enter(cluster, "worker-0")
+    with call(cluster) as line:
+        assert line.recv(connections.HELLO_BYTES, socket.MSG_WAITALL)
+    enter(cluster, "worker-1").go()
+    leader.go()
+    assert not [line for line in leader.printed if "refused a connection" in line]
+
+
 class Relay:
     """Listens at one address and passes every byte on to another one and back."""
 
