@@ -142,8 +142,8 @@ def test_state_that_cannot_be_averaged_is_refused(dtype: str, is_refused: bool) 
         support.check_step(support.SYNC, "mine", step)
 
 
-def check_synchronously(examples: int, *, xla: bool) -> None:
-    """What mode=sync checks of a model with a synchronized layer, for three workers and so many examples."""
+def check_synchronously(examples: int, *, xla: bool, num_workers: int = 3) -> None:
+    """What mode=sync checks of a model with a synchronized layer, for so many examples."""
     norm = layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), norm, layers.Dense(10)])
     model.compile("sgd", "sparse_categorical_crossentropy")
@@ -151,11 +151,12 @@ def check_synchronously(examples: int, *, xla: bool) -> None:
     config.devices.xla = xla
     step = CompiledStep(model, source_and_splits(config)[1].layout)
     sharding: Any = SimpleNamespace(num_examples=examples, step_size=60)
-    _check("mine", config, step, sharding, 3)
+    _check("mine", config, step, sharding, num_workers)
 
 
 def test_synchronized_layers_are_refused_with_xla() -> None:
     check_synchronously(600, xla=False)
+    check_synchronously(600, xla=True, num_workers=1)
     with pytest.raises(ConfigError, match=r"is synchronized, which devices.xla=true cannot compile"):
         check_synchronously(600, xla=True)
 
