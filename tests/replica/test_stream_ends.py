@@ -1,9 +1,11 @@
 """Epochs that end with the data, which are as long as only the data show: the results of Keras on the same batches."""
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -283,6 +285,20 @@ def test_a_reader_counts_the_batches_before_the_end_of_an_epoch() -> None:
     new = Reader(Stream("load", of_unknown_length, 1, SEED, BATCH, repeats=False), 0)
     assert new.count(4, 9, 5) == 0, "a worker that is started again after the end of its data"
     assert len(new.read_batches(9, 3)) == 6
+
+
+def test_a_reader_asks_its_stream_for_one_batch_at_a_time() -> None:
+    """A generator that two threads ask at once raises an error."""
+
+    def batches() -> Iterator[list[np.ndarray]]:
+        for num in range(1, 5):
+            time.sleep(0.05)
+            yield [X[:num], Y[:num]]
+
+    stream: Any = SimpleNamespace(batches=lambda *_: SimpleNamespace(as_numpy_iterator=batches))
+    reader = Reader(stream, 0)
+    reader.read_batches(0, 1)  # fetches two more in a thread
+    assert [reader.size(0, number) for number in (2, 1)] == [3, 2]
 
 
 def test_an_epoch_without_a_batch_is_an_error() -> None:
