@@ -218,6 +218,26 @@ def test_a_table_is_not_written_into_the_file_of_weights_first(tmp_path: Path) -
     np.testing.assert_array_equal(keras.saving.load_model(tmp_path / MODEL_FILE).layers[0].embeddings.numpy(), rows)
 
 
+def test_a_table_that_was_loaded_with_its_model_is_not_kept_beside_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run directory has room for two copies of the tables."""
+    model, kept, make_archive = one_table(), list[Path](), finished_model._zip
+
+    def noting(saved: Path, *rest: Any) -> None:
+        kept.extend((saved.parent / "tables").glob("*"))
+        make_archive(saved, *rest)
+
+    monkeypatch.setattr(finished_model, "_zip", noting)
+    model.save(earlier := tmp_path / "earlier.keras")
+    rows = model.layers[0].embeddings.numpy() + 1.0
+    arrays = {"model/users/embeddings": rows}
+    build = functools.partial(keras.saving.load_model, earlier)
+    write_model(tmp_path, model, model.optimizer, lambda: arrays, 7, build, pytest.fail)
+    assert len(kept) == 1
+    np.testing.assert_array_equal(keras.saving.load_model(tmp_path / MODEL_FILE).layers[0].embeddings.numpy(), rows)
+
+
 def test_what_the_run_does_not_have_is_as_a_new_optimizer_makes_it(tmp_path: Path) -> None:
     """As where a step of the model's own has another optimizer for the table."""
 

@@ -15,6 +15,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError
 from tf2dist.fitting import shipping
 from tf2dist.fitting.mirror import Mirror
+from tf2dist.model.optimizer_checks import has_trained
 from tf2dist.model.source import EpochPlan
 from tf2dist.tf_internals.keras import inner_optimizers, learning_rate_of
 from tf2dist.training.finished_model import fill, saved_variables
@@ -186,3 +187,15 @@ def test_tasks_make_no_slots_for_the_optimizer_of_a_model_that_they_build(
     assert not model.optimizer.built
     assert model.metrics[1].variables, "the metrics are built"
     assert float(model.optimizer.learning_rate) == 0.25
+
+
+def test_an_optimizer_goes_on_from_the_updates_that_the_function_of_the_model_has_set() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(), "mse")
+        model.optimizer.iterations.assign(5000)
+        return model
+
+    arrays = Arrays(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
+    model = shipping.call_builder(build, "it", Splits(arrays, num_classes=None).layout, with_optimizer=False)
+    assert has_trained(model.optimizer)

@@ -61,11 +61,10 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str,
     assert found("model=dnn", LARGE, name=name) is None
 
 
-def test_small_models_and_all_reduce_have_the_arenas_of_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_models_have_the_arenas_of_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     name, _ = ONE_ARENA
     monkeypatch.delenv(name, raising=False)
     assert found("model=dnn", name=name) is None
-    assert found("model=dnn", LARGE, "mode=sync", name=name) is None
 
 
 def test_other_processors_are_left_to_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:

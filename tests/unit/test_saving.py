@@ -102,7 +102,7 @@ def test_the_newest_saved_snapshot_is_found(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_hashed_while_the_disk_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_hashed, digest, fsync = threading.Event(), hashlib.file_digest, os.fsync
+    is_hashed, own, digest, fsync = threading.Event(), threading.get_ident(), hashlib.file_digest, os.fsync
 
     def noted(*arguments: Any) -> Any:
         is_hashed.set()
@@ -110,6 +110,7 @@ def test_a_checkpoint_is_hashed_while_the_disk_writes_it(tmp_path: Path, monkeyp
 
     def slow(descriptor: int) -> None:
         assert is_hashed.wait(10)
+        assert threading.get_ident() == own, "`Saver.wait` looks at the processor time of this thread"
         fsync(descriptor)
 
     monkeypatch.setattr(hashlib, "file_digest", noted)

@@ -231,11 +231,11 @@ def write(folder: Path, snapshot: Snapshot) -> None:
         np.savez(file, **snapshot.arrays)  # type: ignore[arg-type]
         file.flush()
         # Read back instead of hashed on the way: numpy seeks in the file to complete its headers. The disk writes it
-        # meanwhile.
+        # meanwhile: `Saver.wait` sees that this thread is not stuck by the processor time that it takes to write.
         with ThreadPoolExecutor(1) as thread, open_to_read(folder / ARRAYS) as written:
-            flushed = thread.submit(os.fsync, file.fileno())
-            size, sha256 = os.fstat(written.fileno()).st_size, _sha256(written)
-            flushed.result()
+            hashed = thread.submit(_sha256, written)
+            os.fsync(file.fileno())
+            size, sha256 = os.fstat(written.fileno()).st_size, hashed.result()
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": snapshot.step,

@@ -277,7 +277,7 @@ def build(model: keras.Model, name: str, layout: Layout, with_optimizer: bool = 
     Args:
         name: of the model, for messages.
         layout: of the data.
-        with_optimizer: whether its optimizer gets its variables, too.
+        with_optimizer: whether its optimizer gets its variables, too; one that has counted updates gets them anyway.
     """
     try:
         make_variables(model, name, layout)
@@ -287,6 +287,8 @@ def build(model: keras.Model, name: str, layout: Layout, with_optimizer: bool = 
         raise FitError(f"{_uncallable(name, layout, reason_of(error))}{users_location(error)}") from error
     if has_own_step(model):
         return
+    counters = counters_of(model.optimizer) if isinstance(model.optimizer, keras.Optimizer) else []
+    with_optimizer = with_optimizer or any(int(counter.numpy()) for counter in counters)
     if with_optimizer:
         _build_optimizer(model, name)
     try:

@@ -135,7 +135,7 @@ def check_stop(stop: StopRequest, tasks: Tasks) -> None:
 
 def payload_of(run: HostRun, cluster: Cluster, task: Task) -> dict[str, Any]:
     """The payload of a task, for `task.main`."""
-    # It is sent as JSON, so it holds text and lists instead of objects.
+    # It is sent as JSON, so it holds no objects.
     return {
         "config": run.config.as_tree(),
         "cluster": asdict(cluster),

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Self
 
 import psutil
 
-from tf2dist.config.schema import PS_MODES, DevicesConfig, RunConfig
+from tf2dist.config.schema import DevicesConfig, RunConfig
 from tf2dist.errors import FailureRecord, TaskLostError, TfDistError, TrainingError
 from tf2dist.launch.console import open_standard_descriptors
 from tf2dist.launch.failures import MEMORY_LIMIT, THREAD_LIMIT, OomKills, fork_server_error
@@ -332,7 +332,7 @@ LARGE_KERNEL = 1 << 18  # weights; the products of smaller matrices gain nothing
 KEPT_PRIMITIVES = (PRIMITIVE_MEMORY, "0")
 # Freed memory stays in the arena of glibc that it came from. With parameter servers variables and gradients arrive in
 # dozens of threads, and by default these share 8 arenas for each core, several of which come to hold room for all
-# variables. Only the first arena can keep blocks of more than 64 MB, see `keep_freed_memory`.
+# variables. Outside the first arena glibc takes blocks of more than 64 MB from the kernel each time.
 ONE_ARENA = ("MALLOC_ARENA_MAX", "1")
 
 
@@ -340,8 +340,9 @@ def environment_of(config: RunConfig) -> Mapping[str, str]:
     """The variables for a run with these options."""
     onednn = completed(config.devices, _known_kernels(config.model)).onednn
     variables = ENVIRONMENT if onednn is None else ENVIRONMENT | {ONEDNN: str(int(onednn))}
-    # Where oneDNN is chosen there are large layers. Small models have no such room, and lose 3 % of their time.
-    suggested = [KEPT_PRIMITIVES, ONE_ARENA] if onednn and config.mode in PS_MODES else [KEPT_PRIMITIVES]
+    # oneDNN is chosen for large layers; small models lose 3 % of their time with one arena. All modes have the same, as
+    # they share a warm process.
+    suggested = [KEPT_PRIMITIVES, ONE_ARENA] if onednn else [KEPT_PRIMITIVES]
     return variables | {name: value for name, value in suggested if name not in os.environ}
 
 

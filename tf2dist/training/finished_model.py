@@ -131,6 +131,8 @@ def write_model(
         # A model refers to itself, and would keep the files of its tables mapped when they are removed.
         del model, tables
         gc.collect()
+        for unfilled in set((folder / "tables").glob("*")) - {table for _, table in places}:
+            unfilled.unlink()  # the first values of a model that was loaded with its tables
         _zip(folder / "unzipped", run_dir, places)
     except Exception as error:  # builders and get_config of the user's layers may raise anything
         warn(f"{MODEL_FILE} could not be written ({_reason(error)}){elsewhere}")

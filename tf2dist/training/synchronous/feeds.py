@@ -84,8 +84,8 @@ class ArrayFeed(Feed):
     def __init__(self, workers: Workers, train: Arrays, sharding: Sharding, begin: InputPosition) -> None:
         self._train, self._sharding, self._begin = train, sharding, begin
         if workers.num_replicas > workers.count or tf.config.get_visible_devices("GPU"):
-            # It brings batches to the GPUs ahead of their steps. For a CPU it would only cost: 50 ms at the start, and
-            # a quarter of a millisecond in each step.
+            # This dataset brings batches to the GPUs ahead of their steps. For a CPU it would only cost: 50 ms at the
+            # start, and a quarter of a millisecond in each step.
             dataset: Any = workers.strategy.distribute_datasets_from_function(self._of_context)
         else:
             dataset = self._dataset(workers.index, 1)

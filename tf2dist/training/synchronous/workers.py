@@ -136,8 +136,8 @@ class Workers:
 
     def gather(self, own: Sequence[float]) -> np.ndarray:
         """The numbers that all workers pass, equally many each and at most `MOST_GATHERED`, float64 [count, n]."""
-        # Each worker fills its own row, so the sum holds the rows of all. They have one length for all numbers of
-        # numbers, since the sum of each shape is traced, which takes 20 ms of every start.
+        # Each worker fills its own row, so the sum holds the rows of all. All rows have one length, however
+        # many numbers are passed, since the sum of each shape is traced, which takes 20 ms of every start.
         rows = np.zeros([self.count, MOST_GATHERED])
         rows[self.index, : len(own)] = own
         return self.add_up(rows)[:, : len(own)]
