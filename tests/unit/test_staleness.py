@@ -1,5 +1,6 @@
 """What is run for docs/staleness.md, in which order, and what is made of it."""
 
+import itertools
 import json
 import re
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ import pytest
 from tests import pictures
 from tests.bench import growth, staleness, staleness_page
 from tests.bench.staleness import QUICK, RATES, Results, Run, Setting, Stage, fill, read, stages
+from tests.bench.staleness_page import WORKERS
 from tests.conftest import PAGES
 from tf2dist.config.load import load
 
@@ -157,9 +159,11 @@ def test_the_page_has_the_tables_of_what_was_measured() -> None:
 WITH_SGD = ("dnn", "fashion_mnist", "sgd")
 
 
-def shown_error(optimizer: str, algorithm: str, workers: int, tuned: bool, data: str = "fashion_mnist") -> str:
+def shown_error(
+    optimizer: str, algorithm: str, workers: int, tuned: bool, data: str = "fashion_mnist", model: str = "dnn"
+) -> str:
     results = Results(read(staleness.FILE))
-    return f"{staleness_page.curve(results, 'dnn', data, optimizer, algorithm, tuned)[workers].mean:.1f} %"
+    return f"{staleness_page.curve(results, model, data, optimizer, algorithm, tuned)[workers].mean:.1f} %"
 
 
 def losses(model: str, data: str) -> dict[str, str]:
@@ -251,6 +255,8 @@ def test_what_the_page_says_of_the_cnn_and_of_mnist() -> None:
         name: staleness_page.curve(results, "cnn", "mnist", name, "plain", tuned=False) for name in staleness.OPTIMIZERS
     }
     assert min(min(mnist[name][3].errors) for name in ("sgd", "momentum")) > staleness_page.SAME_CLASS
+    sync = shown_error("adam", "sync", 9, tuned=True, data="mnist", model="cnn")
+    assert f"on MNIST nine end at {sync} and {mnist['adam'][9].mean:.1f} %" in whole
     assert f"ends at {mnist['adam'][9].mean:.1f} % with nine instead of {mnist['adam'][1].mean:.1f} %" in whole
 
 
@@ -262,7 +268,7 @@ def test_what_the_page_says_of_the_tuned_cnn() -> None:
         for points in [staleness_page.curve(results, "cnn", "fashion_mnist", "adam", way, tuned=True)]
     )
     text = f"The cnn with Adam and three workers ends at {sync} in `sync` and at {stale} in `async`, and with nine at"
-    assert f"{text} {later_sync} and {later_stale}." in whole
+    assert f"{text} {later_sync} and {later_stale};" in whole
 
 
 def test_the_compensation_of_33_workers() -> None:
@@ -296,9 +302,22 @@ def test_the_page_says_what_was_not_measured() -> None:
     assert {run["workers"] for run in cnn} == set(staleness.FEW), "not 33 workers with the cnn"
     on_mnist = [run for run in cnn if run["data"] == "mnist"]
     assert {run["seed"] for run in on_mnist} == {0}, "the cnn on MNIST was run once each"
-    assert (9, "sync") not in {(run["workers"], run["algorithm"]) for run in on_mnist}
-    others = {(run["model"], run["data"], run["seed"]) for run in runs if run["workers"] in staleness.OTHERS}
-    assert others == {("dnn", "fashion_mnist", 0)}, "2, 5, 17 and 62 workers were run once each"
+    assert {run["model"] for run in runs if run["workers"] in staleness.OTHERS} == {"dnn"}
+    results = Results(runs)
+    for data, name, tuned in itertools.product(("fashion_mnist", "mnist"), staleness.OPTIMIZERS, (False, True)):
+        plain, aware = (
+            staleness_page.curve(results, "dnn", data, name, algorithm, tuned) for algorithm in staleness.ALGORITHMS
+        )
+        for points in (plain, aware):
+            assert {workers: len(point.errors) for workers, point in points.items()} == dict.fromkeys(WORKERS, 3)
+        sync = staleness_page.curve(results, "dnn", data, name, staleness.SYNC, tuned=True)
+        once = {workers for workers, point in sync.items() if len(point.errors) == 1}
+        assert once == ({2, 5, 17} if data == "fashion_mnist" else set())
+        assert set(sync) == {1, 3, 9, 33} | once
+        assert not tuned or aware[62].mean < plain[62].mean, "all three end lower with it"
+        if (data, name, tuned) == ("fashion_mnist", "adam", True):
+            text = f"Adam at {aware[62].mean:.1f} % instead of {plain[62].mean:.1f} %"
+            assert text in " ".join(PAGES["docs/staleness.md"].split())
 
 
 def test_the_command_makes_the_quick_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
