@@ -210,7 +210,7 @@ PARTS = {"points": measure_points, "runs": measure_runs}
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round of two delays: ten minutes")
+    parser.add_argument("--quick", action="store_true", help="one round of two delays, in a few minutes")
     parser.add_argument("--rounds", type=int, help="each with another seed: 3, or 1 with --quick; 10 take the night")
     parser.add_argument("--only", choices=PARTS, help="the times to an accuracy, or where the time of a worker goes")
     parser.add_argument("--folder", type=Path, default="outputs/slowness", help="of the runs, which go on there")

@@ -284,7 +284,7 @@ def fill(path: Path, wanted: Sequence[Stage], epochs: float, minutes: float, *mo
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.staleness", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="20 runs that show the trend, in ten minutes")
+    parser.add_argument("--quick", action="store_true", help="20 runs that show the trend, in a few minutes")
     parser.add_argument("--epochs", type=float, default=EPOCHS, help="passes over the training set in each run")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after so many")
     parser.add_argument("--out", type=Path, default=FILE, help="the file of runs that is filled")
