@@ -230,8 +230,8 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     with open(folder / ARRAYS, "wb") as file:
         np.savez(file, **snapshot.arrays)  # type: ignore[arg-type]
         file.flush()
-        # Read back instead of hashed on the way: numpy seeks in the file to complete its headers. The disk writes it
-        # meanwhile: `Saver.wait` sees that this thread is not stuck by the processor time that it takes to write.
+        # Read back instead of hashed on the way: numpy seeks in the file to complete its headers. This thread flushes
+        # it meanwhile, since `Saver.wait` tells a slow disk from one that hangs by the processor time of this thread.
         with ThreadPoolExecutor(1) as thread, open_to_read(folder / ARRAYS) as written:
             hashed = thread.submit(_sha256, written)
             os.fsync(file.fileno())
