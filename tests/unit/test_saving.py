@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -30,6 +31,7 @@ from tf2dist.checkpoint.snapshot import (
     Weights,
     _seal,
     describe,
+    have_same_bits,
     of_description,
     pack,
     unpack,
@@ -432,6 +434,25 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, keep: int, lef
     assert_same(checkpoints.newest(lambda text: None), snapshot(2))
     checkpoints.save(snapshot(5))
     assert [path.name for path in checkpoints.paths()] == [f"step-{step:010}" for step in left]
+
+
+def test_arrays_are_compared_by_their_bits_and_in_little_memory() -> None:
+    large = np.zeros(4 * PIECE_BYTES // 4 + 1, np.float32)
+    other = large.copy()
+    tracemalloc.start()
+    try:
+        assert have_same_bits(large, other)
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * PIECE_BYTES
+    finally:
+        tracemalloc.stop()
+    other[-1] = -0.0
+    assert not have_same_bits(large, other)
+    nan = np.array([[np.nan, 1.0], [2.0, 3.0]], np.float32)
+    assert have_same_bits(nan, np.asfortranarray(nan))
+    assert not have_same_bits(nan, nan[:1])
+    assert not have_same_bits(nan, nan.astype(np.float64))
+    assert not have_same_bits(nan, nan.view(np.int32))
+    assert have_same_bits(np.array(7), np.array(7))
 
 
 def test_large_arrays_stay_in_the_file(tmp_path: Path) -> None:

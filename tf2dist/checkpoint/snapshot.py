@@ -220,6 +220,15 @@ def is_finite(array: np.ndarray, or_infinite: bool = False) -> bool:
     return not any(np.isnan(piece).any() if or_infinite else not np.isfinite(piece).all() for piece in pieces)
 
 
+def have_same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays have the same shape, type and bits; only a piece of them is compared at once."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other)]
+    pieces = (slice(first, first + PIECE_BYTES) for first in range(0, bits[0].size, PIECE_BYTES))
+    return all(np.array_equal(bits[0][piece], bits[1][piece]) for piece in pieces)
+
+
 def folder_name(step: int) -> str:
     # Ten digits, so that a listing by name is in the order of the steps.
     return f"step-{step:010}"

@@ -1,5 +1,7 @@
 """Runs one call of `fit`, from its checked arguments to the `Result` that it returns."""
 
+import gc
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -56,6 +58,8 @@ from tf2dist.signals import StopRequest
 from tf2dist.tools.end_of_run import draw_training
 from tf2dist.training.finished_model import lack_of_memory
 from tf2dist.training.setup import sharding_of
+
+LARGE_MODEL = 1 << 24  # weights; a collection of all garbage takes 0.2 s in a process that has imported TensorFlow
 
 
 class OfLeader(dict[str, Any]):
@@ -208,7 +212,10 @@ class FitRun:
             return self._follow(job)
         with in_place():
             mirror_of_own = Mirror(model, copy, self.splits.layout)
+        is_large = copy is not None and sum(math.prod(weight.shape) for weight in copy.weights) >= LARGE_MODEL
         del copy  # it has the memory of a second model
+        if is_large:
+            gc.collect()  # a model refers to itself
         variables = [*model.variables, *mirror_of_own.optimizer.variables]
         refusals.check_memory(name, [v for v in variables if not tables.has(v)], bool(calls - {"end"}))
         return self._lead(mirror_of_own, tables.num_made > 0, job)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot
+from tf2dist.checkpoint.snapshot import EARLIER_ARRAY, Snapshot, have_same_bits
 from tf2dist.checkpoint.state import averages_left_out, named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
@@ -170,12 +170,12 @@ class Mirror:
                     f"callbacks: {variable.name} was changed, which the schedule of the learning rate reads, but the "
                     "tasks have schedules of their own; give the optimizer a number, and assign its learning_rate"
                 )
-        # One after the other, which needs no second copy of large ones. Without equal_nan a weight that is NaN would
-        # differ from itself and be sent back after every call.
+        # One after the other, which needs no second copy of large ones. By their bits: a weight that is NaN differs
+        # from itself, and would be sent back after every call.
         changes = {
             name: array
             for name, of_cluster in self._cluster_arrays.items()
-            if not np.array_equal(array := _value(self._named[name]), of_cluster, equal_nan=True)
+            if not have_same_bits(array := _value(self._named[name]), of_cluster)
         }
         rates = self._learning_rates()
         return changes, rates if rates != self._cluster_rates else ()

@@ -29,7 +29,9 @@ from typing import Any
 import cloudpickle
 import keras
 import numpy as np
+import tensorflow as tf
 
+from tf2dist.checkpoint.snapshot import have_same_bits
 from tf2dist.data.arrays import Arrays, Layout
 from tf2dist.data.splits import OwnSplits, Splits, streamed
 from tf2dist.data.stream import Stream
@@ -180,8 +182,9 @@ def _not_loaded(error: BaseException) -> FitError:
 def _first_other(variables: list[keras.Variable], loaded: list[keras.Variable]) -> int | None:
     """The place of the first variable that has another value, bit by bit, when Keras has loaded it."""
     for place, pair in enumerate(zip(variables, loaded, strict=True)):
-        one, other = (np.ascontiguousarray(variable.value).reshape(-1) for variable in pair)
-        if one.dtype != other.dtype or not np.array_equal(one.view(np.uint8), other.view(np.uint8)):
+        # These arrays share the memory of the variables; `numpy()` and Keras would copy it.
+        one, other = (np.asarray(tf.convert_to_tensor(variable)) for variable in pair)
+        if not have_same_bits(one, other):
             return place
     return None
 
