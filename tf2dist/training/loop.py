@@ -6,9 +6,7 @@ pause soon.
 
 import abc
 import enum
-import functools
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -77,8 +75,7 @@ class PauseRequest(enum.Flag):
     def of_sums(cls, sums: list[float]) -> "PauseRequest":
         """The requests of all workers, from the sums of their `to_floats`."""
         # The sum of a kind is positive if any worker requests it.
-        requested = [one for one, total in zip(PauseRequest, sums, strict=True) if total > 0]
-        return functools.reduce(operator.or_, requested, cls.NOTHING)
+        return cls(sum(one.value for one, total in zip(PauseRequest, sums, strict=True) if total > 0))
 
 
 PauseRequests = Callable[[], PauseRequest]  # called from time to time during a training or an evaluation
