@@ -164,13 +164,10 @@ class Checkpoints:
     def _remove(self, path: Path) -> None:
         """Removes a checkpoint, or leaves it where that fails."""
         # The rename first: a process that is killed while it removes files must leave no half checkpoint.
-        temporary = self._aside(path)
+        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
         with contextlib.suppress(OSError):  # a failure to tidy up must not stop a training
             path.rename(temporary)
             _discard(temporary)
-
-    def _aside(self, path: Path) -> Path:
-        return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
 
     def clean(self) -> None:
         """Removes what a killed process has left, and puts back what it had not yet replaced.
@@ -323,28 +320,25 @@ class Saver(NoSaver):
         if replaces:  # until that is done, nothing is saved of this step
             self.saved_step, self._replaces = None, True
         # In the middle of a run the older checkpoints are worth as much as the new one, and nothing is removed.
-        notify_removed = self._to_launcher.warn if stopping else None
-        frozen = self._frozen(freeze, notify_removed)
-        if frozen:
-            self._writing = self._thread.submit(self._write, frozen, stopping, notify_removed)
+        self._begin(freeze, stopping, self._to_launcher.warn if stopping else None)
         if stopping:
             self.wait()
 
     def retry(self, step: int, freeze: Callable[[], Frozen]) -> None:
         self.wait()
-        if self.saved_step != step and (frozen := self._frozen(freeze, self._to_launcher.warn)):
-            self._writing = self._thread.submit(self._write, frozen, False, self._to_launcher.warn)
+        if self.saved_step != step:
+            self._begin(freeze, False, self._to_launcher.warn)
             self.wait()
 
-    def _frozen(self, freeze: Callable[[], Frozen], notify_removed: Notify | None) -> Frozen | None:
-        """The result of `freeze`, or None: large tables are frozen in files, for which there may be no room."""
+    def _begin(self, freeze: Callable[[], Frozen], stopping: bool, notify_removed: Notify | None) -> None:
         # An attempt that is still to fail sets an earlier time.
         self._due_at = self._clock() + self._every_secs
         try:
-            return self._checkpoints.make_room(freeze, notify_removed)
-        except OSError as error:
+            frozen = self._checkpoints.make_room(freeze, notify_removed)
+        except OSError as error:  # large tables are frozen in files, for which there may be no room
             self._failed("the run", error)
-            return None
+        else:
+            self._writing = self._thread.submit(self._write, frozen, stopping, notify_removed)
 
     def saved_arrays(self, step: int) -> dict[str, np.ndarray] | None:
         self.wait()
