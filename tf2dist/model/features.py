@@ -87,14 +87,10 @@ def _is_weighted(step: CompiledStep) -> bool:
     return not (step.has_own_loss or is_one_number) and (WEIGHTED_MEAN in _reductions(step) or is_mean_of_parts)
 
 
-def _unsigned(variables: Iterable[keras.Variable]) -> keras.Variable | None:
+def _unsigned(variables: Iterable[keras.Variable]) -> str | None:
     # What workers add up are differences, new value less old value, and these types have no negative ones.
-    return next((v for v in variables if v.dtype == "bool" or v.dtype.startswith("uint")), None)
-
-
-def _unsigned_of(variables: Iterable[keras.Variable]) -> str | None:
-    found = _unsigned(variables)
-    return None if found is None else f"{found.path} is of type {found.dtype}"
+    found = (v for v in variables if v.dtype == "bool" or v.dtype.startswith("uint"))
+    return next((f"{v.path} is of type {v.dtype}" for v in found), None)
 
 
 def _not_mean(step: Step) -> str | None:
@@ -123,7 +119,7 @@ ASSIGNED = Feature("step", lambda step: _first(step.trace.assigned))
 IN_PHASES = Feature("train_step", lambda step: _when(step.is_in_phases))
 REPEATS = Feature("train_step", lambda step: _when(step.is_in_phases and step.repeats))
 ASSIGNED_UPDATED = Feature("train_step", lambda step: _first(step.trace.assigned) if step.is_in_phases else None)
-UNSIGNED = Feature("step", lambda step: _unsigned_of(step.state))
+UNSIGNED = Feature("step", lambda step: _unsigned(step.state))
 NOT_MEAN = Feature("step", _not_mean)
 GATHERS = Feature("step", lambda step: _when(step.trace.gathers))
 
@@ -180,7 +176,7 @@ GLOBAL_CLIPNORM = Feature("optimizer", lambda trained: _any_group(trained, lambd
 OWN_APPLY = Feature("optimizer", _own_apply)
 NOT_ELEMENTWISE = Feature("optimizer", _not_elementwise)
 CLIPNORM = Feature("optimizer", lambda trained: next((path for inner, path in _cut(trained) if inner.clipnorm), None))
-UNSIGNED_SLOT = Feature("optimizer", lambda trained: _unsigned_of(state_of(trained.optimizer)))
+UNSIGNED_SLOT = Feature("optimizer", lambda trained: _unsigned(state_of(trained.optimizer)))
 FINAL_WEIGHTS = Feature("optimizer", lambda trained: _when(finalizes(trained.optimizer)))
 SCHEDULE_FREE = Feature(
     "optimizer", lambda trained: _when(ScheduleFreeAdamW in map(type, inner_optimizers(trained.optimizer)))
