@@ -70,11 +70,6 @@ def results_of(validation: Evaluation | None, test: Evaluation | None) -> dict[s
     return results
 
 
-def simulated(config: RunConfig) -> dict[str, Any]:
-    """The delays that were simulated, as summary.json holds them; nothing if there were none."""
-    return {"simulated": asdict(config.simulate)} if config.simulate.is_on else {}
-
-
 def summary_of(model: keras.Model) -> str:
     """Keras' own table of the layers."""
     lines: list[str] = []
@@ -337,7 +332,7 @@ class Reporter(NoReporter):
             "wall_secs": round(time.monotonic() - self._began_at, 3),
             "workers": [{"index": i, "local_steps": steps} for i, steps in enumerate(progress.local_steps)],
             **loop.facts(),
-            **simulated(config),
+            **({"simulated": asdict(config.simulate)} if config.simulate.is_on else {}),
             "versions": {
                 "python": platform.python_version(),
                 "tensorflow": tf.__version__,
