@@ -20,7 +20,7 @@ import numpy as np
 
 from tf2dist.checkpoint.snapshot import pack, read_arrays, unpack
 from tf2dist.cluster.reachability import Wait
-from tf2dist.messages import HookAnswer, HookCall, ToLauncher
+from tf2dist.messages import HookCall, ToLauncher
 from tf2dist.process.inbox import Inbox
 
 NamedArrays = dict[str, np.ndarray]
@@ -128,15 +128,11 @@ class Hooks:
                 break
             # Any other answer is one to an earlier call, which an interrupted or restarted run no longer waits for.
             if answer.number == self._number:
-                return _effects_of(answer)
+                arrays = take_arrays(answer.arrays) if answer.arrays else {}
+                state = take_arrays(answer.state) if answer.state else None
+                return CallbackEffects(answer.stop, learning_rates=answer.learning_rates, arrays=arrays, state=state)
         self._wait.notify("the callbacks")
         return None
-
-
-def _effects_of(answer: HookAnswer) -> CallbackEffects:
-    arrays = take_arrays(answer.arrays) if answer.arrays else {}
-    state = take_arrays(answer.state) if answer.state else None
-    return CallbackEffects(answer.stop, learning_rates=answer.learning_rates, arrays=arrays, state=state)
 
 
 def write_arrays(path: Path, arrays: NamedArrays) -> str:
