@@ -319,7 +319,7 @@ class SyncReplicasLoop(PsLoop):
         )
 
     def _clear_counted_metrics(self) -> None:
-        self._graphs.deciding.clear_metrics()
+        self._graphs.deciding.counters.clear_metrics()
 
     def updates_applied(self) -> int:
         """From the gradients that are in steps; the global step comes from another counter of the ps."""

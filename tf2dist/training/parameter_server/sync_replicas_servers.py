@@ -153,7 +153,7 @@ class DecidingServer(AggregatingServer):
             self._limit = tf.Variable(CLOSED, dtype=tf.int64, trainable=False, name="limit")
             zeros = [tf.zeros(one.shape) for one in self.push_layout.added]
             self._total = [tf.Variable(zero, trainable=False, name="total") for zero in zeros]
-            self._counters = GradientCounters(spec.num_workers, spec.num_metrics)
+            self.counters = GradientCounters(spec.num_workers, spec.num_metrics)
             self._barrier = StepBarrier(spec.num_workers)
         super().__init__(spec, replicas, num_lookups)
         pushed, request = self.push_layout.specs, self.pull_layout.rows.request_types
@@ -184,23 +184,20 @@ class DecidingServer(AggregatingServer):
         return is_open[0] > 0
 
     def counts(self) -> GradientCounts:
-        return self._counters.split(self._read().numpy())
-
-    def clear_metrics(self) -> None:
-        self._counters.clear_metrics()
+        return self.counters.split(self._read().numpy())
 
     def restore(self, step: int, aggregated: np.ndarray, dropped: np.ndarray) -> None:
         """Goes on counting from there; to be called before any push."""
         self.step.assign(step)
-        self._counters.restore(aggregated, dropped)
+        self.counters.restore(aggregated, dropped)
 
     def _reported(self) -> list[tf.Tensor]:
         is_open = self.step.read_value() < self._limit.read_value()
-        return [tf.cast(self._counters.made_by.read_value(), tf.float32), tf.cast(is_open, tf.float32)[None]]
+        return [tf.cast(self.counters.made_by.read_value(), tf.float32), tf.cast(is_open, tf.float32)[None]]
 
     def _begin(self, worker: tf.Tensor, *request: tf.Tensor) -> WireTensors:
         """The pull at the beginning of a call, which may have to wait for the end of the step."""
-        with tf.control_dependencies([self._counters.begin_call()]):
+        with tf.control_dependencies([self.counters.begin_call()]):
             waited = self._wait(worker)
         with tf.control_dependencies([waited]):
             return self.pulled(*request)
@@ -219,7 +216,7 @@ class DecidingServer(AggregatingServer):
             step = self.step.read_value()
             with tf.control_dependencies([step]):  # the tokens of this step come if it is over by now
                 is_open = step < self._limit.read_value()
-                is_done = self._counters.done_by(worker) == step
+                is_done = self.counters.done_by(worker) == step
             return step, tf.logical_and(is_open, is_done)
 
         return self._barrier.wait(look)
@@ -237,18 +234,18 @@ class DecidingServer(AggregatingServer):
         gradient, pulled_at, rows = self.push_layout.unpack(pushed)
         step = self.step.read_value()
         is_open = step < self._limit.read_value()
-        in_time = tf.logical_and(pulled_at == step, self._counters.done_by(worker) != step)
+        in_time = tf.logical_and(pulled_at == step, self.counters.done_by(worker) != step)
 
         def accept_or_drop() -> None:
-            accept, drop = (lambda: self._accept(gradient, rows, worker, step)), (lambda: self._counters.drop(worker))
+            accept, drop = (lambda: self._accept(gradient, rows, worker, step)), (lambda: self.counters.drop(worker))
             tf.cond(in_time, _branch(accept), _branch(drop))
 
         # Beyond the end, and while the training pauses, it does not count: the batch is computed once more.
-        tf.cond(is_open, _branch(accept_or_drop), _branch(self._counters.refuse))
+        tf.cond(is_open, _branch(accept_or_drop), _branch(self.counters.refuse))
 
     def _accept(self, gradient: WireTensors, rows: list[RowGradient], worker: tf.Tensor, step: tf.Tensor) -> None:
         """Takes a gradient, and makes the step if it is complete with this one."""
-        count = self._counters.accept(worker, step, self.quota)
+        count = self.counters.accept(worker, step, self.quota)
         complete = _branch(lambda: self._complete(gradient, rows, count, step))
         tf.cond(self.is_complete(count), complete, _branch(lambda: self._add_to_step(gradient, rows, count)))
 
@@ -288,7 +285,7 @@ class DecidingServer(AggregatingServer):
         changes, sums, factor = self.push_layout.mean(total)
         with operations_made() as made:
             self._apply(changes, [(ids, own * factor) for ids, own in rows])
-            self._counters.aggregate(sums)
+            self.counters.aggregate(sums)
         with tf.control_dependencies(made):
             moved = self.step.assign_add(1)  # counted when it has been done
         with tf.control_dependencies([moved]):
@@ -298,7 +295,7 @@ class DecidingServer(AggregatingServer):
         """Sets the limit, and forgets what was taken of a step that is not complete."""
 
         def assign() -> None:
-            self._counters.discard()
+            self.counters.discard()
             self._limit.assign(limit)
 
         with tf.control_dependencies([locked(self._lock, assign)]):
@@ -307,10 +304,10 @@ class DecidingServer(AggregatingServer):
 
     def _pushed_by(self, worker: tf.Tensor) -> tf.Tensor:
         """The gradients that a worker has pushed, and the step; int64 [2]."""
-        return tf.stack([self._counters.pushed_by(worker), self.step.read_value()])
+        return tf.stack([self.counters.pushed_by(worker), self.step.read_value()])
 
     def _counts(self) -> tf.Tensor:
-        return self._counters.all(self.step.read_value())
+        return self.counters.all(self.step.read_value())
 
 
 class FollowingServer(AggregatingServer):
