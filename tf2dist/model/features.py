@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from tf2dist.model.compiled_step import MEANS, WEIGHTED_MEAN, CompiledStep
-from tf2dist.model.own_step import Group
+from tf2dist.model.own_step import Group, repeats
 from tf2dist.model.shards import parts_of
 from tf2dist.model.step import Step
 from tf2dist.tf_internals.keras import ScheduleFreeAdamW, groups_of, inner_optimizers, layers_of, seeds_of, state_of
@@ -117,7 +117,7 @@ PARTS = Feature("losses", lambda step: _when(_is_weighted(step)))
 SUMMED = Feature("step", lambda step: _when(step.sums_losses))
 ASSIGNED = Feature("step", lambda step: _first(step.trace.assigned))
 IN_PHASES = Feature("train_step", lambda step: _when(step.is_in_phases))
-REPEATS = Feature("train_step", lambda step: _when(step.is_in_phases and step.repeats))
+REPEATS = Feature("train_step", lambda step: _when(repeats(step.groups)))
 ASSIGNED_UPDATED = Feature("train_step", lambda step: _first(step.trace.assigned) if step.is_in_phases else None)
 UNSIGNED = Feature("step", lambda step: _unsigned(step.state))
 NOT_MEAN = Feature("step", _not_mean)

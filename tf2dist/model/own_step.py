@@ -38,7 +38,6 @@ class OwnStep(Step):
         optimizer: of all trained variables; a MultiOptimizer if a step has several updates.
         groups: what each update of a step trains, in the order of the updates.
         is_in_phases: whether the step has to apply an update before it goes on, since it reads what was updated.
-        repeats: whether a step trains with an optimizer, or trains a variable, more than once.
 
     Args:
         name: of the model, for messages.
@@ -62,10 +61,6 @@ class OwnStep(Step):
         self.evaluated = self._trace_evaluation(tested) if tested else self.metrics
         self.keep(trace)
         self.optimizer = optimizer_of(name, self.groups)
-
-    @property
-    def repeats(self) -> bool:
-        return repeats(self.groups)
 
     @property
     def num_parts(self) -> int:
@@ -175,7 +170,7 @@ class OwnStep(Step):
         if lost := [variable.path for key, variable in self._graded.items() if key not in trained]:
             raise ConfigError(f"gives {lost[0]} no gradient here, and does so in keras.Model.fit; {WAY_OUT}")
         self.groups = [Group(update.optimizer, update.variables) for update in scope.updates]
-        self.is_in_phases = scope.reads_updated or self.repeats
+        self.is_in_phases = scope.reads_updated or repeats(self.groups)
         self.divide_variables(trained_by(self.groups))
 
     def _check_optimizers(self, trace: Trace) -> None:
