@@ -116,7 +116,7 @@ class CompiledStep(Step):
 
     @property
     def has_own_loss(self) -> bool:
-        return has_own_loss(self.model)
+        return is_own(self.model, "compute_loss")
 
     @property
     def num_parts(self) -> int:
@@ -329,8 +329,3 @@ def _of_rank(values: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     if weights.shape.rank == values.shape.rank - 1:
         return weights[..., None]
     return tf.squeeze(weights, -1) if weights.shape.rank == values.shape.rank + 1 else weights
-
-
-def has_own_loss(model: keras.Model) -> bool:
-    """Whether a model computes its loss by itself."""
-    return is_own(model, "compute_loss")

@@ -18,12 +18,12 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, naming
 from tf2dist.model import model_checks, own_step, support
 from tf2dist.model.builtin import build_model, build_optimizer
-from tf2dist.model.compiled_step import CompiledStep, has_own_loss
+from tf2dist.model.compiled_step import CompiledStep
 from tf2dist.model.interception import prepare_process
 from tf2dist.model.optimizer_checks import check_copy, check_optimizer, has_trained, prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step
 from tf2dist.model.shards import all_parts
-from tf2dist.model.step import Step
+from tf2dist.model.step import Step, is_own
 from tf2dist.tf_internals.keras import MultiOptimizer, compute_loss, config_of, undecayed, with_inner
 
 
@@ -185,7 +185,7 @@ def make_variables(model: keras.Model, name: str, layout: Layout, tested: Layout
     if not model.built:
         x, _, _ = layout.symbolic()
         model(keras.tree.map_structure(lambda spec: keras.Input(spec.shape[1:], dtype=spec.dtype), x))
-    if model.compiled and has_own_loss(model):  # which may have layers
+    if model.compiled and is_own(model, "compute_loss"):  # which may have layers
 
         def call(*leaves: tf.Tensor) -> None:
             x, y, sample_weight = layout.pack(list(leaves))
