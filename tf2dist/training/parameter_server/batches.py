@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import InputFacts
 from tf2dist.checkpoint.state import input_facts
-from tf2dist.data.arrays import Layout
+from tf2dist.data.arrays import Arrays, Layout
 from tf2dist.data.passes import UNKNOWN_STEPS, ExampleOrder, NumberedSteps, Range, Sharding
 from tf2dist.data.pipeline import RangePipeline
 from tf2dist.data.splits import Splits
@@ -46,22 +46,18 @@ def publish(splits: Splits, workers: Iterable[int] = (0,)) -> None:
     Args:
         workers: the indices of the workers in this process; several only in tests.
     """
-    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    train = splits.train
-
-    pipeline = RangePipeline(train)
+    pipeline = RangePipeline(splits.train)
+    evaluated = [getattr(splits, split) for split in EVALUATED]
 
     def gather_ranges(ranges: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
         num_examples, seed, shuffle = map(int, order)
         return pipeline.gather(ranges, ExampleOrder(num_examples, seed, bool(shuffle)))
 
     _published[_token("train")] = gather_ranges
-    evaluated = [parts[split] for split in EVALUATED]
 
     # The number of the split is an input, so that one graph serves the evaluation of every split.
     def gather(number: np.ndarray, index: np.ndarray) -> list[np.ndarray]:
-        arrays = evaluated[number]
-        assert arrays is not None
+        arrays: Arrays = evaluated[number]
         return arrays.take(index)
 
     _published[_token("evaluated")] = gather
@@ -98,8 +94,7 @@ def remote_ranges(ranges: tf.Tensor, order: ExampleOrder, layout: Layout) -> lis
         ranges: see `passes`; int64 [batches, 2].
     """
     specs = layout.batched(None)
-    inputs = [ranges, tf.constant([int(one) for one in order], tf.int64)]
-    taken = tf.raw_ops.PyFunc(input=inputs, token=_token("train"), Tout=[spec.dtype for spec in specs])
+    taken = _call("train", [ranges, tf.constant([int(one) for one in order], tf.int64)], specs)
     sizes = ranges[:, 1] - ranges[:, 0]
     begins = tf.cumsum(sizes, exclusive=True)
     parts = [_parts(leaf, spec, begins, sizes) for leaf, spec in zip(taken, specs, strict=True)]
@@ -120,19 +115,15 @@ def evaluated_examples(number: tf.Tensor, index: tf.Tensor, layout: Layout) -> l
     Args:
         number: the index of the split in `EVALUATED`, int32.
     """
-    specs = layout.specs
-    # The token names a function of the process in which the operation runs, so the graph can come from another one.
-    types = [spec.dtype for spec in specs]
-    taken = tf.raw_ops.PyFunc(input=[number, index], token=_token("evaluated"), Tout=types)
-    return [tf.ensure_shape(leaf, index.shape.concatenate(spec.shape)) for leaf, spec in zip(taken, specs, strict=True)]
+    specs = [tf.TensorSpec(index.shape.concatenate(spec.shape), spec.dtype) for spec in layout.specs]
+    return _call("evaluated", [number, index], specs)
 
 
 def remote_batches(worker: tf.Tensor, first: tf.Tensor, num: int, layout: Layout) -> Batches:
     """In a graph: the leaves of `num` batches of a worker's published stream, from the one with number `first` on."""
     specs = layout.batched(None)
-    types = [spec.dtype for spec in specs]
-    taken = iter(tf.raw_ops.PyFunc(input=[worker, first, tf.constant(num)], token=_token(BATCHES), Tout=types * num))
-    return [[tf.ensure_shape(next(taken), spec.shape) for spec in specs] for _ in range(num)]
+    leaves = iter(_call(BATCHES, [worker, first, tf.constant(num)], specs * num))
+    return [[next(leaves) for _ in specs] for _ in range(num)]
 
 
 def remote_count(worker: tf.Tensor, epoch: tf.Tensor, first: tf.Tensor, num: int, waits: tf.Tensor) -> tf.Tensor:
@@ -141,9 +132,8 @@ def remote_count(worker: tf.Tensor, epoch: tf.Tensor, first: tf.Tensor, num: int
     Args:
         waits: whether to wait a little if there are none.
     """
-    inputs = [worker, epoch, first, tf.constant(num), waits]
-    (count,) = tf.raw_ops.PyFunc(input=inputs, token=_token(COUNT), Tout=[tf.int64])
-    return tf.ensure_shape(count, [])
+    (count,) = _call(COUNT, [worker, epoch, first, tf.constant(num), waits], [INDEX])
+    return count
 
 
 def evaluated_batch(shard: tf.Tensor, begins: bool, layout: Layout) -> list[tf.Tensor]:
@@ -153,10 +143,14 @@ def evaluated_batch(shard: tf.Tensor, begins: bool, layout: Layout) -> list[tf.T
         shard: the part of the data, int32; any worker can read it.
         begins: whether it is the first batch.
     """
-    specs = layout.batched(None)
-    types = [spec.dtype for spec in specs]
-    taken = tf.raw_ops.PyFunc(input=[shard, tf.constant(begins)], token=_token(EVALUATED_BATCHES), Tout=types)
-    return [tf.ensure_shape(leaf, spec.shape) for leaf, spec in zip(taken, specs, strict=True)]
+    return _call(EVALUATED_BATCHES, [shard, tf.constant(begins)], layout.batched(None))
+
+
+def _call(name: str, inputs: list[tf.Tensor], specs: list[tf.TensorSpec]) -> list[tf.Tensor]:
+    """In a graph: what a published function returns."""
+    # The token names a function of the process in which the operation runs, so the graph can come from another one.
+    results = tf.raw_ops.PyFunc(input=inputs, token=_token(name), Tout=[spec.dtype for spec in specs])
+    return [tf.ensure_shape(one, spec.shape) for one, spec in zip(results, specs, strict=True)]
 
 
 def _token(split: str) -> str:
