@@ -44,7 +44,7 @@ def train_on_mapped(worker: SyncWorker, path: str, skipped: int) -> tuple[float,
     source.load = lambda: Splits(train, few, few)  # type: ignore[method-assign]
     loop = sync_loop(worker, config, source)
     loop.train(3)
-    local_results, (iterator,) = loop._graphs._strategy.experimental_local_results, loop._graphs._feed.iterators
+    local_results, (iterator,) = loop._graphs._strategy.experimental_local_results, loop._graphs.feed.iterators
     batches = [local_results(next(iterator)[0])[0] for _ in range(3)]
     values = [int(batch.numpy().max()) for batch in batches]
     return own_mb() - before, values, pipeline._same_memory(train.x) is not None

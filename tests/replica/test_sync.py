@@ -166,7 +166,7 @@ def graph_of_the_step(worker: SyncWorker, config: RunConfig) -> str:
     from tf2dist.training.synchronous.sync_step import SHARED
 
     loop = sync_loop(worker, config)
-    (iterator,) = loop._graphs._feed.iterators
+    (iterator,) = loop._graphs.feed.iterators
     assert isinstance(iterator, tf.data.Iterator), "one for several devices takes longer to make"
     arguments = tf.constant(1), tf.zeros([SHARED]), iterator
     traced = loop._graphs._run_steps.get_concrete_function(*arguments)

@@ -36,14 +36,12 @@ class SyncLoop(Loop):
     mode = "sync"
 
     def __init__(self, context: TaskContext, run: SyncRun, report: Report) -> None:
-        splits = context.splits
-        self._workers = run.workers
-        self._splits, self._origin = splits, run.origin
-        self._graphs, self._optimizer, self._feed = run.graphs, run.optimizer, run.feed
+        self._splits, self._origin, self._graphs = context.splits, run.origin, run.graphs
+        self._workers, self._optimizer, self._feed = run.graphs.workers, run.graphs.optimizer, run.graphs.feed
         super().__init__(context, run, report)
         self.leads = context.task == context.cluster.leader
         self._counted = counter_of(self.optimizer)
-        layout = splits.evaluated_layout
+        layout = self._splits.evaluated_layout
         self._evaluate = tf.function(self._sums_of, autograph=False, input_signature=[layout.batched(None)])
         self._evaluated_at_once = run.evaluated_at_once
         self._secs_per_step = 0.0  # the mean of all workers; 0 while unknown

@@ -42,7 +42,6 @@ from tf2dist.model.step import Step
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals.keras import counters_of, inner_optimizers, trained_variables
 from tf2dist.training.setup import PreparedRun, RunPlan, StartValues, TaskContext
-from tf2dist.training.stragglers import Stragglers
 from tf2dist.training.synchronous.feeds import ArrayFeed, Feed
 from tf2dist.training.synchronous.sync_step import PhasedStep, SyncStep, gathers_one_length
 from tf2dist.training.synchronous.workers import Workers
@@ -164,19 +163,13 @@ class SyncRun(PreparedRun):
     """A synchronous run as one worker holds it.
 
     Attributes:
-        workers: all workers, as this one sees them.
         origin: where the run begins.
-        optimizer: the optimizer of this worker, built for its model.
         evaluated_at_once: how many examples, at most.
-        feed: the input of this worker.
         graphs: the graph of the training steps.
     """
 
-    workers: Workers
     origin: Origin
-    optimizer: keras.Optimizer
     evaluated_at_once: int
-    feed: Feed
     graphs: SyncStep
 
 
@@ -214,8 +207,7 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
         if splits.stream
         else ArrayFeed(workers, splits.train, plan.sharding, origin.begin)
     )
-    stragglers = Stragglers(config)
-    graphs = prepared.graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step, stragglers)
+    graphs = prepared.graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step)
     graphs.restore(plan.start.arrays if plan.start else {})
     # A GPU has the memory for its part of a worker's batch; what depends on the batches needs whole ones, as in Keras.
     at_once, batch = 0, config.train.batch_size_per_worker
@@ -231,11 +223,8 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
         values=values,
         note=prepared.note,
         sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
-        workers=workers,
         origin=origin,
-        optimizer=optimizer,
         evaluated_at_once=at_once,
-        feed=feed,
         graphs=graphs,
     )
 

@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf2dist import data
 from tf2dist.config.schema import RunConfig
 from tf2dist.data.splits import Splits
 from tf2dist.errors import TaskLostError
@@ -44,7 +43,7 @@ class SyncStep:
     Attributes:
         applied: the updates applied in the whole run, int64.
         stragglers: the delays that are simulated, and the recording of the steps' times.
-        step, optimizer: of this worker's own model; see below.
+        workers, step, optimizer, feed: see below.
         num_sums: how many numbers `run_steps` returns.
 
     Args:
@@ -66,12 +65,10 @@ class SyncStep:
         all_reduce: AllReduce | None,
         feed: Feed,
         begin_step: int,
-        stragglers: Stragglers,
     ) -> None:
-        self._workers, self._strategy = workers, workers.strategy
-        self.step, self.optimizer, self._all_reduce = step, optimizer, all_reduce
-        self._feed, self._begin_step = feed, begin_step
-        self.stragglers = stragglers
+        self.workers, self._strategy, self._all_reduce = workers, workers.strategy, all_reduce
+        self.step, self.optimizer, self.feed, self._begin_step = step, optimizer, feed, begin_step
+        self.stragglers = Stragglers(config)
         self.applied = tf.Variable(begin_step, dtype=tf.int64, trainable=False)
         self._compute = tf.function(step, autograph=False, jit_compile=True) if config.devices.xla else step
         self.num_sums = 2 + step.metrics.size + SHARED
@@ -81,13 +78,13 @@ class SyncStep:
         """Makes what `run_steps` needs."""
         self._num_weights = int(self.step.weighs_losses)
         variables = [*self.applied_at_end, *self.step.state]
-        num_more = self.num_sums + self._num_weights + self._feed.num_extra
+        num_more = self.num_sums + self._num_weights + self.feed.num_extra
         narrow = narrow_dtype(config.cluster.transfer_dtype)
         self._buckets = Buckets(variables, num_more, tf.float32, narrow)
         self._rows = None
         if self.step.tables:
-            batch_size = self._workers.batch_size_per_replica(config.train.batch_size_per_worker)
-            is_fixed = gathers_one_length(self._workers, self._all_reduce)
+            batch_size = self.workers.batch_size_per_replica(config.train.batch_size_per_worker)
+            is_fixed = gathers_one_length(self.workers, self._all_reduce)
             lengths = self.step.lookups.num_lookups(batch_size) if is_fixed else []
             self._rows = RowExchange(self.step, self.optimizer, narrow, lengths)
         self._run_steps = tf.function(self._steps, autograph=False)
@@ -136,17 +133,17 @@ class SyncStep:
     def call(self, function: Any, *arguments: tf.Tensor) -> np.ndarray:
         """Calls a function of the graph, with the input as its last arguments, and names a worker that was lost."""
         try:
-            sums: np.ndarray = function(*arguments, *self._feed.iterators).numpy()
+            sums: np.ndarray = function(*arguments, *self.feed.iterators).numpy()
         # What a Python function in a graph raises arrives as this error, so the cause is looked up where it arose.
         except tf.errors.UnknownError as error:
             if self._all_reduce and (lost := self._all_reduce.lost):
-                raise TaskLostError(f"lost {self._workers.cluster.training_tasks[lost.index]}: {lost}") from error
+                raise TaskLostError(f"lost {self.workers.cluster.training_tasks[lost.index]}: {lost}") from error
             raise
         return sums
 
     def next_element(self, iterators: tuple[Any, ...]) -> Any:
         """In the graph: the next element of the input."""
-        return self._feed.next(iterators, self.applied.read_value() - self._begin_step)
+        return self.feed.next(iterators, self.applied.read_value() - self._begin_step)
 
     def on_replicas(self, function: Any, *arguments: Any) -> Any:
         """In the graph: what `function` returns on the first replica of this worker; it runs on all of them."""
@@ -158,23 +155,23 @@ class SyncStep:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         applied = self.applied.read_value()
         place = step_place(replica, applied)
-        leaves, share = self._feed.slice(element)
-        leaves = self.stragglers.delayed(leaves, self._workers.index, applied, 1)
+        leaves, share = self.feed.slice(element)
+        leaves = self.stragglers.delayed(leaves, self.workers.index, applied, 1)
         with tf.device("CPU:0"):
             lookups = self.step.lookups.look_up(leaves)
         trainable, state = self.step.values(lookups.ids)
         with exchanging(self._exchange(replica, share)):
             output = self._compute(trainable, state, leaves, place, share, lookups.positions)
-        return self.stragglers.computed(output, self._workers.index), lookups.ids, state, share
+        return self.stragglers.computed(output, self.workers.index), lookups.ids, state, share
 
     def _exchange(self, replica: tf.Tensor, share: tf.Tensor) -> Exchange | None:
         """The exchange that `tf2dist.gather` needs on a replica; None if there is no other one."""
-        if self._workers.num_replicas == 1:
+        if self.workers.num_replicas == 1:
             return None
         return Exchange(
             add_up=self._added_up,
             replica=tf.cast(replica, tf.int32),
-            num_replicas=self._workers.num_replicas,
+            num_replicas=self.workers.num_replicas,
             share=share,
             weighs_later=isinstance(self.step, OwnStep),
         )
@@ -189,7 +186,7 @@ class SyncStep:
             add_up = functools.partial(
                 tf.distribute.get_replica_context().all_reduce,
                 tf.distribute.ReduceOp.SUM,
-                options=self._workers.communication,
+                options=self.workers.communication,
             )
             if any(bucket.dtype != buckets[0].dtype for bucket in buckets):  # TensorFlow would concatenate them
                 return [add_up(bucket) for bucket in buckets]
@@ -205,11 +202,11 @@ class SyncStep:
         Args:
             tensors: joined along the first axis in the order of the replicas. Other axes are the same on all replicas.
         """
-        if self._workers.num_replicas == 1:
+        if self.workers.num_replicas == 1:
             return [*self.reduced(buckets), *tensors]
         if self._all_reduce is None:  # with NCCL it gathers no int32
             gather = functools.partial(
-                tf.distribute.get_replica_context().all_gather, axis=0, options=self._workers.communication
+                tf.distribute.get_replica_context().all_gather, axis=0, options=self.workers.communication
             )
             bits = [tf.bitcast(one, tf.float32) if one.dtype == tf.int32 else one for one in tensors]
             gathered = [tf.bitcast(gather(one), tensor.dtype) for one, tensor in zip(bits, tensors, strict=True)]
@@ -246,7 +243,7 @@ class SyncStep:
             for v, new, old in zip(self.step.state, output.state, state, strict=True)
         ]
         weights = [output.weight[None]] if self.step.weighs_losses else []
-        vectors = output.sums, shared, *weights, *self._feed.extra(element)
+        vectors = output.sums, shared, *weights, *self.feed.extra(element)
         if not self._rows:
             return self.reduced(self._buckets.pack([*output.gradients, *changes], *vectors))
         pairs = list(zip(self.step.trainable, output.gradients, strict=True))
@@ -265,10 +262,10 @@ class SyncStep:
         Returns:
             The sums that came with it, float32 [num_sums], and whether another step can follow.
         """
-        sizes = self.num_sums, self._num_weights, self._feed.num_extra
+        sizes = self.num_sums, self._num_weights, self.feed.num_extra
         num_buckets = len(self._buckets.specs)
         tensors, (sums, weight, extra) = self._buckets.unpack(reduced[:num_buckets], *sizes)
-        goes_on = self._feed.note_sums(extra)
+        goes_on = self.feed.note_sums(extra)
         trained = self.applied_at_end
         gradients, changes = tensors[: len(trained)], tensors[len(trained) :]
         ids, of_rows = self._rows.add_up(reduced[num_buckets:]) if self._rows else ([], [])
@@ -341,7 +338,7 @@ class PhasedStep(SyncStep):
 
     @staticmethod
     def check(
-        name: str, config: RunConfig, workers: Workers, splits: data.Splits, step: Step, optimizer: keras.Optimizer
+        name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
     ) -> None:
         if config.devices.xla:
             support.check_step(support.XLA, name, step)
