@@ -27,17 +27,15 @@ class Algorithm:
     Attributes:
         needs_pulled_values: whether workers send back the values that they have pulled.
         runs_alone: whether a ps may apply only one update at a time, even if the optimizer does not need that.
+        why_no_rows: why tables travel as a whole; empty if their rows may, see `model.row_choice`.
     """
 
     needs_pulled_values = False
     runs_alone = False
+    why_no_rows = ""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-
-    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
-        """Why tables travel as a whole; empty if their rows may, see `model.row_choice`."""
-        return ""
 
     def prepare(self, optimizer: keras.Optimizer) -> None:
         """Called once with the optimizer of each ps, when it is built and before it is traced.
@@ -111,13 +109,11 @@ class DelayCompensated(Algorithm):
     needs_pulled_values = True
     # Another update between the correction and its use would change the values that the correction is for.
     runs_alone = True
+    why_no_rows = "algorithm=delay_compensated compares whole tables"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._mean_squares: dict[int, tf.Variable] = {}  # by id of the variable
-
-    def why_no_rows(self, optimizer: keras.Optimizer) -> str:
-        return "algorithm=delay_compensated compares whole tables"
 
     def gradients(
         self, gradients: list[tf.Tensor], pulled: list[tf.Tensor], variables: list[keras.Variable]

@@ -409,7 +409,7 @@ class AsyncGraphs(PsGraphs):
 
     @classmethod
     def why_no_rows(cls, config: RunConfig, optimizer: keras.Optimizer) -> str:
-        return algorithm_of(config).why_no_rows(optimizer)
+        return algorithm_of(config).why_no_rows
 
     def restore(self) -> None:
         for server in self.servers:
