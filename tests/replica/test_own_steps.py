@@ -21,7 +21,6 @@ from tests.replica.in_memory_source import InMemorySource, RecordingHooks, weigh
 from tests.replica.small_runs import run_config, source_and_splits
 from tests.replica.test_epochs import BATCH, EPOCHS, assert_same, config_of, drive, keras_fit
 from tf2dist.cluster.spec import Task
-from tf2dist.config.schema import AlgorithmConfig
 from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError
@@ -32,7 +31,6 @@ from tf2dist.model.own_step import OwnStep
 from tf2dist.model.source import EpochPlan, build_step
 from tf2dist.tools.finished import predicting
 from tf2dist.training.report import Reporter
-from tf2dist.training.synchronous.sync_setup import step_class
 from tf2dist.training.synchronous.sync_step import PhasedStep
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
@@ -223,7 +221,7 @@ def test_where_updates_wait_for_the_end_of_a_step_a_step_that_needs_them_is_refu
         with pytest.raises(ConfigError, match="goes on with what it has updated, and with mode=sync_replicas all"):
             support.check_step(support.SYNC_REPLICAS, "m", step)
         with pytest.raises(ConfigError, match="with algorithm=local_sgd all updates"):
-            step_class("m", AlgorithmConfig(kind="local_sgd", local_steps=4), step)
+            support.check_step(support.LOCAL_SGD, "m", step)
 
 
 def clipping_weights(self: Linear, data: Any) -> Any:

@@ -271,7 +271,7 @@ def _prepare_model(
     if isinstance(start, Weights):
         support.check_optimizer(support.INIT_FROM, optimizer)
     optimizer.build(step.trainable)
-    graph_class = step_class(source.name, config.algorithm, step)
+    graph_class = step_class(config.algorithm, step)
     why_no_rows = _why_no_rows(config, optimizer, graph_class, has_any_batches)
     notes.append(choose_tables(source.name, step, optimizer, config, why_no_rows))
     graph_class.check(source.name, config, workers, splits, step, optimizer)
@@ -287,16 +287,11 @@ def _take_loss_scale(step: Step, optimizer: keras.Optimizer) -> None:
         step.loss_scale, optimizer.loss_scale_factor = optimizer.loss_scale_factor, None
 
 
-def step_class(name: str, algorithm: AlgorithmConfig, step: Step) -> type[SyncStep]:
-    """The class of the steps. Local SGD in rounds of one step, without an outer optimizer, is plain training.
-
-    Args:
-        name: of the model.
-    """
+def step_class(algorithm: AlgorithmConfig, step: Step) -> type[SyncStep]:
+    """The class of the steps. Local SGD in rounds of one step, without an outer optimizer, is plain training."""
     entry = ALGORITHMS[algorithm.kind]
     if entry.mode != "sync" or (algorithm.local_steps == 1 and not algorithm.has_outer_steps):
         return PhasedStep if isinstance(step, OwnStep) and step.is_in_phases else SyncStep
-    support.check_step(support.LOCAL_SGD, name, step)
     local_sgd: type[SyncStep] = pkgutil.resolve_name(entry.implementation)
     return local_sgd
 
