@@ -128,8 +128,8 @@ def build_step(
         raise ConfigError(
             f"model ({source.name}): its loss depends on none of its trainable variables; compile it with another loss"
         )
-    if optimizer:
-        _take_earlier(step, optimizer)
+    if optimizer and has_trained(optimizer):
+        step.earlier_optimizer = optimizer
     support.check_step(support.ALL, source.name, step)
     return step, make_optimizer
 
@@ -138,14 +138,9 @@ def _build_own_step(source: Source, splits: Splits, model: keras.Model) -> tuple
     """Builds the step of a model that has its own steps; see `build_step`."""
     step = OwnStep(model, splits.layout, source.name, _tested(splits))
     support.check_step(support.ALL, source.name, step)
-    _take_earlier(step, step.optimizer)
+    if has_trained(step.optimizer):
+        step.earlier_optimizer = step.optimizer
     return step, copies_of(step.optimizer, step.trainable, source.name)
-
-
-def _take_earlier(step: Step, optimizer: keras.Optimizer) -> None:
-    """A model that was trained before goes on with its optimizer's slots and schedule, as in `Model.fit`."""
-    if has_trained(optimizer):
-        step.earlier_optimizer = optimizer
 
 
 def built_model(source: Source, splits: Splits, seed: int) -> keras.Model:
