@@ -30,11 +30,11 @@ class Feature:
     Attributes:
         of: what `find` takes: "model", a model; "step", a `Step`; "losses", a `CompiledStep`; "train_step", an
             `OwnStep`; "optimizer", a `Group`.
-        find: what has the feature, such as the path of a variable; None if nothing has it.
+        find: what has the feature, such as the path of a variable; None if nothing has it, or if a step must be run.
     """
 
     of: str
-    find: Callable[[Any], str | None]
+    find: Callable[[Any], str | None] = lambda _: None
 
 
 def _first(found: Iterable[keras.Variable]) -> str | None:
@@ -123,17 +123,12 @@ UNSIGNED = Feature("step", lambda step: _unsigned(step.state))
 NOT_MEAN = Feature("step", _not_mean)
 GATHERS = Feature("step", lambda step: _when(step.trace.gathers))
 
-# Features that `model_checks` finds when it runs a step.
+# Features that `model_checks.check_batches` finds when it runs a step.
 
-
-def _run_elsewhere(step: Step) -> None:
-    """Finds nothing: see `model_checks.check_batches`."""
-
-
-BATCH_SUM = Feature("step", _run_elsewhere)
-GRADIENT_SUM = Feature("step", _run_elsewhere)
-STATE_SUM = Feature("step", _run_elsewhere)
-STATE_NO_MEAN = Feature("step", _run_elsewhere)
+BATCH_SUM = Feature("step")
+GRADIENT_SUM = Feature("step")
+STATE_SUM = Feature("step")
+STATE_NO_MEAN = Feature("step")
 
 # Features of an optimizer.
 
