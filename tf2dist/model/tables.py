@@ -21,6 +21,7 @@ from tf2dist.errors import ConfigError
 from tf2dist.model.packing import is_large
 from tf2dist.model.recurrence import origins_of, reached_from
 from tf2dist.model.scopes import CallScope, current_scope
+from tf2dist.model.shards import by_id
 from tf2dist.tf_internals.keras import clip_gradient, layers_of, place_of, slots_of, table_of, undecayed
 from tf2dist.tf_internals.variables import AtomicRows, Rows, rows_in_place_of
 
@@ -107,27 +108,6 @@ def checked(ids: tf.Tensor, rows: int) -> tf.Tensor:
     text = tf.strings.join(["id ", tf.strings.as_string(wrong), f" is not in [0, {rows})"])
     with tf.control_dependencies([tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [text])]):
         return tf.identity(ids)
-
-
-class RowReader:
-    """Reads the rows of tables from those that were fetched for a batch; see `reading`.
-
-    Args:
-        tables: the variables.
-        rows: float [n, columns] of each, those of `Lookups.ids`.
-        positions: see `Lookups`.
-    """
-
-    def __init__(
-        self, tables: Sequence[keras.Variable], rows: Sequence[tf.Tensor], positions: Sequence[tf.Tensor]
-    ) -> None:
-        self._left = {id(table): pair for table, pair in zip(tables, zip(rows, positions, strict=True), strict=True)}
-
-    def __call__(self, table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
-        rows, positions = self._left[id(table)]
-        own, left = positions[: tf.size(ids)], positions[tf.size(ids) :]
-        self._left[id(table)] = rows, left
-        return tf.ensure_shape(tf.gather(rows, tf.reshape(own, tf.shape(ids))), [*ids.shape, table.shape[1]])
 
 
 class _StopTracing(BaseException):
@@ -292,11 +272,23 @@ class TableLookups:
     def reading(
         self, rows: Sequence[tf.Tensor], positions: Sequence[tf.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """The block in which the layers take what they look up from rows of `tables`; see `RowReader`."""
+        """The block in which the layers take what they look up from what was fetched for a batch.
+
+        Args:
+            rows: float [n, columns] of each of `tables`, those of `Lookups.ids`.
+            positions: see `Lookups`.
+        """
         if not self.tables:
             return contextlib.nullcontext()
-        layers = [layer for layers in self._layers.values() for layer in layers]
-        return reading(layers, RowReader(self.tables, rows, positions))
+        rows_of, positions_of = by_id(self.tables, rows), by_id(self.tables, positions)
+
+        def read(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+            left = positions_of[id(table)]
+            own, positions_of[id(table)] = left[: tf.size(ids)], left[tf.size(ids) :]
+            found = tf.gather(rows_of[id(table)], tf.reshape(own, tf.shape(ids)))
+            return tf.ensure_shape(found, [*ids.shape, table.shape[1]])
+
+        return reading([layer for layers in self._layers.values() for layer in layers], read)
 
     def _trace(
         self,
