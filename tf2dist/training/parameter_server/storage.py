@@ -39,8 +39,8 @@ class Storage:
         shape, dtype: of what is read and of changes.
     """
 
-    def __init__(self, members: Sequence[keras.Variable], variable: keras.Variable) -> None:
-        self.members, self.variable = list(members), variable
+    def __init__(self, variable: keras.Variable) -> None:
+        self.members, self.variable = [variable], variable
         self.shape, self.dtype = tf.TensorShape(variable.shape), variable.dtype
 
     def read(self) -> tf.Tensor:
@@ -69,8 +69,8 @@ class PackedStorage(Storage):
         self._size, self._missing = layout.size, -layout.size % PACKET
         value = layout.pack([variable.value.read_value() for variable in members], tf.zeros([self._missing]))
         vector = keras.Variable(lambda shape, dtype: value, value.shape, "float32", name="vector")
-        super().__init__(members, vector)
-        self.shape = tf.TensorShape([self._size])
+        super().__init__(vector)
+        self.members, self.shape = list(members), tf.TensorShape([self._size])
         let_lie_in(vector, members)
         for member in members:
             if isinstance(member, Part):
@@ -93,10 +93,10 @@ def allocate_storage(variables: Sequence[keras.Variable], kinds: Kinds) -> list[
     storages: list[Storage] = []
     for kind, run in itertools.groupby(small, lambda one: kinds.get(id(one)) if _may_be_member(one) else None):
         if kind is None:
-            storages += [Storage([one], one) for one in run]
+            storages += map(Storage, run)
         else:
             storages += [PackedStorage(members) for members in _small_runs(run)]
-    return [*storages, *(Storage([one], one) for one in variables if packing.is_large(one))]
+    return [*storages, *(Storage(one) for one in variables if packing.is_large(one))]
 
 
 def adopt_slots(vectors: Sequence[PackedStorage], own: keras.Optimizer, of_members: keras.Optimizer) -> None:

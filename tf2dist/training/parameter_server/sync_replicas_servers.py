@@ -112,7 +112,7 @@ class AggregatingServer(ModelPart):
             self._lock = tf.CriticalSection()
             tables = zip(self.tables, num_lookups, strict=True)
             self._kept_rows = [KeptRows(table, num_places, number) for table, number in tables]
-        self.stored, self._stored_layout = [Storage([one], one) for one in self.variables], self.pull_layout
+        self.stored, self._stored_layout = [Storage(one) for one in self.variables], self.pull_layout
         self.pull_exactly = self.on_device(self.pulled)
 
     def _applied(self) -> PackedCount:
