@@ -23,8 +23,7 @@ def choose_tables(name: str, step: Step, optimizer: keras.Optimizer, config: Run
     if config.devices.xla:
         why_not = "devices.xla compiles a step for each number of rows"
     if why_not:
-        tables, whole = [], tables
-        return "; ".join(_whole(table, why_not) for table in whole)
+        return "; ".join(_whole(table, why_not) for table in tables)
     of_table = {id(v): inner for inner, trained in groups_of(optimizer, step.trainable) for v in trained}
     chosen, notes = [], []
     for table in tables:
