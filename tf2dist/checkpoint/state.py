@@ -300,12 +300,7 @@ def restore(named: Named, start: Snapshot | Weights | None, config: RunConfig, b
 
 
 def earlier_updates(earlier: keras.Optimizer | None, start: Snapshot | None) -> int:
-    """How many updates the optimizer of a compiled model had applied before the run began; 0 for a new one.
-
-    Args:
-        earlier: that optimizer.
-        start: the snapshot from which the run continues.
-    """
+    """How many updates the optimizer of a compiled model had applied before the run began; 0 for a new one."""
     # The snapshot decides: a script that is started again compiles a new optimizer, which has counted nothing.
     if start:
         return int(start.arrays.get(EARLIER_ARRAY, 0))
@@ -336,9 +331,6 @@ def take_over(
 
 def finalize(named: Named, optimizers: list[tuple[keras.Optimizer, list[keras.Variable]]]) -> dict[str, np.ndarray]:
     """Gives the model its final weights, as `Model.fit` does at its end: with `use_ema`, the moving averages.
-
-    Args:
-        optimizers: each with the variables that it trains.
 
     Returns:
         The arrays from which a run continues, where they differ from what the model holds now.

@@ -26,7 +26,7 @@ TOLERANCE = 1e-3  # relative
 ROUNDING = 1e-5  # of float32, in sums over some examples; a larger difference costs only speed
 # Of changes of the state and by their rounding, relative to the change and to the value: in float32 and half precision.
 TOLERANCES, HALF_TOLERANCES = (TOLERANCE, 2e-6), (0.05, 0.01)
-# Of the trial of the state: the number of the examples, and by how much the weights are moved, since those that begin
+# Of the trial of the state: the seed of the examples, and by how much the weights are moved, since those that begin
 # with zeros may hide much. The same batch a second time meets what it has left: a largest mean is above some of it.
 MOVE = 0.01
 ROUNDS = ((0, 0.0), (0, 0.0), (1, MOVE), (1, MOVE))
@@ -171,8 +171,8 @@ def state_changes(step: Step, splits: Splits, gathers: bool) -> list[StateChange
     trial = _StateTrial(step, variables, gathers)
     rounds = []
     with contextlib.suppress(Exception):  # operations of the model raise errors of many types
-        for number, move in ROUNDS if trial.changed else ():
-            rounds.append(trial.compare(_examples(step, splits, number), move))
+        for seed, move in ROUNDS if trial.changed else ():
+            rounds.append(trial.compare(_examples(step, splits, seed), move))
     return [
         StateChange(variable, _of_rounds([of_all[place] for of_all in rounds]), decay)
         for place, (variable, decay) in enumerate(trial.changed)
@@ -312,13 +312,9 @@ def _on_trial(
     return None
 
 
-def _examples(step: Step, splits: Splits, number: int) -> list[tf.Tensor]:
-    """The leaves of some examples of the training set; of a stream, whose examples are not here, made-up ones.
-
-    Args:
-        number: of the choice.
-    """
-    rng, total = np.random.default_rng(number), 2 * sum(SIZES)
+def _examples(step: Step, splits: Splits, seed: int) -> list[tf.Tensor]:
+    """The leaves of some examples of the training set; of a stream, whose examples are not here, made-up ones."""
+    rng, total = np.random.default_rng(seed), 2 * sum(SIZES)
     if splits.stream is None and len(splits.train):
         rows = rng.choice(len(splits.train), total, replace=len(splits.train) < total)
         return [tf.constant(leaf) for leaf in splits.train.take(rows)]

@@ -288,11 +288,7 @@ class EpochState:
         )
 
     def arrays(self, metrics: np.ndarray) -> NamedArrays:
-        """The arrays that a snapshot keeps.
-
-        Args:
-            metrics: the sums of the metrics now.
-        """
+        """The arrays that a snapshot keeps; `metrics`: the sums now."""
         own = {
             EPOCH_ARRAY: self.position.to_array(),
             METRICS: metrics - self.before,

@@ -221,9 +221,6 @@ class SharedNumbers(BatchNumbers):
         worker 1 begins a call        it gets 3, 4, 5, and is lost when the ps has counted one step of it
         worker 0 has done its steps   it gets 6, 7, and then nothing
         worker 1 is back              it gets 4, 5; otherwise `close` finds them left, and `open` hands them out first
-
-    Args:
-        steps: the numbered batches.
     """
 
     def __init__(self, server: ParameterServer, steps: NumberedSteps, sharding: Sharding) -> None:

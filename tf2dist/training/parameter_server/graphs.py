@@ -386,11 +386,7 @@ class PsGraphs(abc.ABC):
 
 
 class AsyncGraphs(PsGraphs):
-    """The graphs of mode=async, in which each ps applies an update as soon as it has come, as an algorithm says.
-
-    Attributes:
-        batch_numbers: those that workers take.
-    """
+    """The graphs of mode=async, in which each ps applies an update as soon as it has come, as an algorithm says."""
 
     way = support.ASYNC
     origin: AsyncOrigin

@@ -27,11 +27,7 @@ Views = dict[int, memoryview]  # by the index of the worker
 
 
 class LostWorkerError(Exception):
-    """The connection to a worker has ended.
-
-    Attributes:
-        index: the index of that worker.
-    """
+    """The connection to the worker with this index has ended."""
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(why)
