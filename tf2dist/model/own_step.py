@@ -40,7 +40,6 @@ class OwnStep(Step):
         is_in_phases: whether the step has to apply an update before it goes on, since it reads what was updated.
 
     Args:
-        name: of the model, for messages.
         tested: the layout of what is evaluated; None if there is nothing, so that no `test_step` is needed.
     """
 
@@ -49,18 +48,18 @@ class OwnStep(Step):
     groups: list[Group]
     is_in_phases: bool
 
-    def __init__(self, model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> None:
+    def __init__(self, model: keras.Model, layout: Layout, model_name: str, tested: Layout | None) -> None:
         super().__init__(model, layout)
-        self._name, self.lookups = name, TableLookups(model, layout)
-        self._graded = build(model, layout, name, tested)
+        self._name, self.lookups = model_name, TableLookups(model, layout)
+        self._graded = build(model, layout, model_name, tested)
         self.divide_variables(list(model.trainable_variables))
         self.metrics = self.evaluated = LoggedMetrics(model, {}, set())
-        with _naming_method(name, "train_step"):
+        with _naming_method(model_name, "train_step"):
             trace = self.traced(self._run)
             self._check_optimizers(trace)
         self.evaluated = self._trace_evaluation(tested) if tested else self.metrics
         self.keep(trace)
-        self.optimizer = optimizer_of(name, self.groups)
+        self.optimizer = optimizer_of(model_name, self.groups)
 
     @property
     def num_parts(self) -> int:
@@ -224,18 +223,14 @@ def updates_per_step(optimizer: keras.Optimizer, groups: list[Group]) -> list[in
     return list(({id(counter_of(optimizer)): 1} | moved).values())
 
 
-def optimizer_of(name: str, groups: list[Group]) -> keras.Optimizer:
-    """The optimizer of all variables that the updates of a step train; a MultiOptimizer if there are several updates.
-
-    Args:
-        name: of the model, for messages.
-    """
+def optimizer_of(model_name: str, groups: list[Group]) -> keras.Optimizer:
+    """The optimizer of all that the updates of a step train; a MultiOptimizer if there are several updates."""
     inner = list({id(group.optimizer): group.optimizer for group in groups}.values())
     if len(inner) == 1 and not repeats(groups):
         return inner[0]
     by_variable = {id(v): group.optimizer for group in groups for v in group.variables}
     optimizer = MultiOptimizer(lambda variable: by_variable[id(variable)])
-    prepare_choice(name, optimizer, trained_by(groups))
+    prepare_choice(model_name, optimizer, trained_by(groups))
     if all(one.built for one in inner):  # the model was trained before
         optimizer.build(trained_by(groups))
         counter_of(optimizer).assign(counter_of(inner[0]))
@@ -247,12 +242,11 @@ def has_own_step(model: keras.Model) -> bool:
     return any(is_own(model, method) for method in OWN_STEPS)
 
 
-def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) -> dict[int, keras.Variable]:
+def build(model: keras.Model, layout: Layout, model_name: str, tested: Layout | None) -> dict[int, keras.Variable]:
     """Makes the variables of a compiled model that has its own steps, as its first step in Keras makes them.
 
     Args:
         layout: of a training batch.
-        name: of the model, for messages.
         tested: see `OwnStep`.
 
     Returns:
@@ -265,7 +259,7 @@ def build(model: keras.Model, layout: Layout, name: str, tested: Layout | None) 
         if batch is None:
             continue
         before = _counts(model)
-        with _naming_method(name, method), building() as given:
+        with _naming_method(model_name, method), building() as given:
             _traced(getattr(model, method), batch)
             if changed := [key for key, value in _counts(model).items() if before.get(key, value) != value]:
                 raise ConfigError(
@@ -355,9 +349,9 @@ def _recorded(metrics: list[keras.metrics.Metric]) -> Iterator[Results]:
 
 
 @contextmanager
-def _naming_method(name: str, method: str) -> Iterator[None]:
+def _naming_method(model_name: str, method: str) -> Iterator[None]:
     """Errors of a method of the user's model are told with its name and that of the model."""
-    with naming(f"model ({name})"):
+    with naming(f"model ({model_name})"):
         try:
             yield
         except ConfigError as error:

@@ -10,11 +10,10 @@ from tf2dist.model.tables import can_be_lazy, is_exact_by_row
 from tf2dist.tf_internals.keras import groups_of
 
 
-def choose_tables(name: str, step: Step, optimizer: keras.Optimizer, config: RunConfig, why_not: str) -> str:
+def choose_tables(model_name: str, step: Step, optimizer: keras.Optimizer, config: RunConfig, why_not: str) -> str:
     """Sets `Step.tables`; returns a note on what differs from Keras, or costs time; empty for nothing.
 
     Args:
-        name: of the model.
         optimizer: with the settings of the run.
         why_not: why the mode lets no table travel by rows; empty if it does.
     """
@@ -38,7 +37,9 @@ def choose_tables(name: str, step: Step, optimizer: keras.Optimizer, config: Run
                 "keras.Model.fit changes all rows in each step"
             )
         elif lazily:
-            raise ConfigError(f"optimizer.{LAZY_ROWS}: {kind} of model ({name}) cannot update rows alone; leave it out")
+            raise ConfigError(
+                f"optimizer.{LAZY_ROWS}: {kind} of model ({model_name}) cannot update rows alone; leave it out"
+            )
         else:
             way_out = f", or give optimizer.{LAZY_ROWS}=true to leave those alone" if can_be_lazy(inner) else ""
             notes.append(

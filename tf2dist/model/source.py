@@ -160,21 +160,20 @@ def _tested(splits: Splits) -> Layout | None:
     return splits.evaluated_layout if splits.evaluated else None
 
 
-def make_variables(model: keras.Model, name: str, layout: Layout, tested: Layout | None = None) -> None:
+def make_variables(model: keras.Model, model_name: str, layout: Layout, tested: Layout | None = None) -> None:
     """Makes the variables of a model that has none yet, as its first step in Keras does.
 
     Args:
-        name: of the model, for messages.
         layout: of the data.
         tested: the layout of what is evaluated; None if there is nothing.
     """
-    with naming(f"model ({name})"):
+    with naming(f"model ({model_name})"):
         model_checks.check_model(model)
-    support.check_model(support.COMPILED, name, model)
+    support.check_model(support.COMPILED, model_name, model)
     if has_own_step(model):
-        own_step.build(model, layout, name, tested)
+        own_step.build(model, layout, model_name, tested)
         return
-    with naming(f"model ({name})"):
+    with naming(f"model ({model_name})"):
         model_checks.check_inputs(model, layout)
     # A subclass of `keras.Model` learns the shape of its input from its first call.
     if not model.built:
@@ -205,11 +204,13 @@ def plain_model(source: Source, splits: Splits, seed: int, new_optimizer: Callab
 
 
 def compile_classifier(
-    name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | str
+    model_name: str, model: keras.Model, num_classes: int | None, optimizer: keras.Optimizer | str
 ) -> None:
     """Compiles a model that gives the logits of classes."""
     if num_classes is None:
-        raise ConfigError(f"model ({name}): is not compiled, and the data has no classes; compile it with its loss")
+        raise ConfigError(
+            f"model ({model_name}): is not compiled, and the data has no classes; compile it with its loss"
+        )
     model.compile(
         optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -217,19 +218,18 @@ def compile_classifier(
     )
 
 
-def copies_of(optimizer: keras.Optimizer, trainable: list[keras.Variable], name: str) -> MakeOptimizer:
+def copies_of(optimizer: keras.Optimizer, trainable: list[keras.Variable], model_name: str) -> MakeOptimizer:
     """Makes optimizers like that of a compiled model, without its state.
 
     Args:
         trainable: the variables that it trains.
-        name: of the model, for messages.
     """
-    check_optimizer(name, optimizer)
+    check_optimizer(model_name, optimizer)
     if isinstance(optimizer, MultiOptimizer):
-        copies = [copies_of(inner, trainable, name) for inner in optimizer.optimizers]
+        copies = [copies_of(inner, trainable, model_name) for inner in optimizer.optimizers]
         return lambda total_steps: with_inner(optimizer, [copy(total_steps) for copy in copies])
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        copy_inner = copies_of(optimizer.inner_optimizer, trainable, name)
+        copy_inner = copies_of(optimizer.inner_optimizer, trainable, model_name)
         settings = optimizer.initial_scale, optimizer.dynamic_growth_steps, optimizer.name
         return lambda total_steps: type(optimizer)(copy_inner(total_steps), *settings)
     config = config_of(optimizer)
@@ -242,5 +242,5 @@ def copies_of(optimizer: keras.Optimizer, trainable: list[keras.Variable], name:
             new.exclude_from_weight_decay(var_list=excluded)
         return new
 
-    check_copy(name, optimizer, copy)
+    check_copy(model_name, optimizer, copy)
     return copy

@@ -29,20 +29,19 @@ class Way(NamedTuple):
     refuses: dict[Feature, str]
 
 
-def check_model(way: Way, name: str, model: keras.Model) -> None:
+def check_model(way: Way, model_name: str, model: keras.Model) -> None:
     """Refuses what a model shows before one of its steps is traced."""
-    _check(way, name, {"model": model}, {})
+    _check(way, model_name, {"model": model}, {})
 
 
-def check_step(way: Way, name: str, step: Step, **facts: object) -> None:
+def check_step(way: Way, model_name: str, step: Step, **facts: object) -> None:
     """Refuses what a model and the trace of its step show.
 
     Args:
-        name: of the model.
         facts: further values in the texts.
     """
     own = {"train_step" if isinstance(step, OwnStep) else "losses": step}
-    _check(way, name, {"step": step, "model": step.model} | own, facts)
+    _check(way, model_name, {"step": step, "model": step.model} | own, facts)
 
 
 def check_optimizer(way: Way, optimizer: keras.Optimizer, variables: Sequence[keras.Variable] = ()) -> None:

@@ -86,15 +86,11 @@ def prepare(
     )
 
 
-def _check(name: str, graphs_class: type[PsGraphs], step: Step, optimizer: keras.Optimizer) -> None:
-    """Refuses what the ps cannot train.
-
-    Args:
-        name: of the model.
-    """
+def _check(model_name: str, graphs_class: type[PsGraphs], step: Step, optimizer: keras.Optimizer) -> None:
+    """Refuses what the ps cannot train."""
     support.check_optimizer(graphs_class.way, optimizer, step.trainable)
     if len({variable.value.device for variable in all_parts(step.variables)}) > 1:
-        support.check_step(support.PARTITIONED, name, step)
+        support.check_step(support.PARTITIONED, model_name, step)
         for way in (support.PARTITIONED, *graphs_class.ways_on_several_ps):
             support.check_optimizer(way, optimizer, step.trainable)
 

@@ -95,9 +95,9 @@ class LocalSgdStep(SyncStep):
 
     @staticmethod
     def check(
-        name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
+        model_name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
     ) -> None:
-        support.check_step(support.LOCAL_SGD, name, step)
+        support.check_step(support.LOCAL_SGD, model_name, step)
         if workers.num_replicas > workers.count:
             raise ConfigError(
                 "algorithm (local_sgd): the GPUs of a worker share its variables and cannot take steps of their own; "
@@ -105,9 +105,9 @@ class LocalSgdStep(SyncStep):
             )
         _check_length(config, workers.count)
         if workers.count > 1:
-            support.check_step(support.SEVERAL_LOCAL, name, step)
+            support.check_step(support.SEVERAL_LOCAL, model_name, step)
         if splits.stream:
-            support.check_step(support.LOCAL_SGD_ON_STREAMS, name, step)
+            support.check_step(support.LOCAL_SGD_ON_STREAMS, model_name, step)
         support.check_optimizer(support.LOCAL_SGD, optimizer)
         if config.algorithm.has_outer_steps:
             support.check_optimizer(support.OUTER_STEPS, optimizer)

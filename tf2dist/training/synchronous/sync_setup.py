@@ -311,13 +311,13 @@ def _why_no_rows(
     return "the batches of streams differ in size, and TensorFlow's all-reduce is used" if has_any_batches else ""
 
 
-def _check(name: str, config: RunConfig, step: Step, sharding: Sharding, num_replicas: int) -> None:
+def _check(model_name: str, config: RunConfig, step: Step, sharding: Sharding, num_replicas: int) -> None:
     """Raises ConfigError for a model that cannot be trained synchronously and exactly."""
-    support.check_step(support.SYNC, name, step)
+    support.check_step(support.SYNC, model_name, step)
     if num_replicas > 1:
-        support.check_step(support.SEVERAL, name, step)
+        support.check_step(support.SEVERAL, model_name, step)
     if num_replicas > 1 and config.devices.xla:
-        support.check_step(support.XLA_ON_SEVERAL, name, step)
+        support.check_step(support.XLA_ON_SEVERAL, model_name, step)
     last_batch = sharding.num_examples % sharding.step_size  # 0 if it is as large as the others
     if 0 < last_batch < num_replicas:
-        support.check_step(support.UNEVEN, name, step, last_batch=last_batch, num_workers=num_replicas)
+        support.check_step(support.UNEVEN, model_name, step, last_batch=last_batch, num_workers=num_replicas)

@@ -96,14 +96,9 @@ class SyncStep:
 
     @staticmethod
     def check(
-        name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
+        model_name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
     ) -> None:
-        """Refuses what this algorithm cannot train, beyond what no synchronous training can.
-
-        Args:
-            name: of the model.
-            optimizer: already built for `step.trainable`.
-        """
+        """Refuses what this algorithm cannot train, beyond what no synchronous training can."""
 
     def run_steps(self, at_once: int, left: int, shared: list[float]) -> np.ndarray:
         """Runs steps; returns the sums over these steps and all replicas, float64: `StepOutput.sums`, then `shared`.
@@ -338,11 +333,11 @@ class PhasedStep(SyncStep):
 
     @staticmethod
     def check(
-        name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
+        model_name: str, config: RunConfig, workers: Workers, splits: Splits, step: Step, optimizer: keras.Optimizer
     ) -> None:
         if config.devices.xla:
-            support.check_step(support.XLA, name, step)
-        support.check_step(support.SYNC_IN_PHASES, name, step)
+            support.check_step(support.XLA, model_name, step)
+        support.check_step(support.SYNC_IN_PHASES, model_name, step)
 
     def prepare_graph(self, config: RunConfig) -> None:
         super().prepare_graph(config)
