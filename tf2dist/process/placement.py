@@ -108,7 +108,9 @@ def _draw(initializer: keras.Initializer) -> Draw | None:
 
 
 TABLE = "embeddings"  # as Keras names the variable of an Embedding
-PACKET = 16  # the most elements that a processor's instruction takes at once: 512 bits of float32
+# TensorFlow's kernels compute an array packet by packet, and what is left at its end one by one, where a square root
+# may be rounded in another way. A packet is what an instruction of the processor takes at once, at most 512 bits.
+PACKET = 16  # elements of float32
 
 
 @contextlib.contextmanager
@@ -236,9 +238,8 @@ class _Partitioner:
 def ends_of_parts(shape: tf.TensorShape, max_parts: int) -> list[int]:
     """The row after the last one of each part, for as many parts as wanted, or fewer.
 
-    Each part but the last has a multiple of `PACKET` elements. TensorFlow's kernels compute an array packet by packet,
-    and what is left at its end one by one, where a square root may be rounded in another way. With this each element is
-    in a packet if it would be in one of the whole variable.
+    Each part but the last has a multiple of `PACKET` elements, so that each element is in a packet if it would be in
+    one of the whole variable.
     """
     if not shape.rank:
         return []

@@ -55,9 +55,8 @@ class Storage:
 class PackedStorage(Storage):
     """Where several variables lie, all of them float32; as `Storage`, of which this has the names.
 
-    The vector ends with zeros, so that its length is a multiple of `PACKET`. TensorFlow's kernels compute packet by
-    packet, and what is left at the end one by one, where a square root may be rounded in another way. So an update
-    gives the same wherever a variable lies.
+    The vector ends with zeros, so that its length is a multiple of `PACKET`, and an update gives the same wherever a
+    variable lies.
 
     A kernel of [3, 2] and a bias of [2] make a vector of `PACKET` = 16: elements 0 to 5 are the kernel, 6 and 7 the
     bias, and 8 to 15 stay 0. Changes and values travel as the first 8, of the shape `shape`. What Adam keeps for the
