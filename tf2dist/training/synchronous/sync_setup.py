@@ -12,7 +12,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -188,9 +188,12 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     origin = Origin.of(plan.start, plan.sharding, workers.count)
     all_reduce = workers.make_all_reduce(config.cluster.all_reduce, config.startup_timeout_secs)
 
+    # The model. Every worker has its own, outside of the strategy, so that a Keras optimizer does all that it does in a
+    # single process.
+    step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
+    new_optimizer = functools.partial(make_optimizer, plan.target_step)
     has_any_batches = bool(splits.stream) and gathers_one_length(workers, all_reduce)
-    prepared = _prepare_model(context, workers, plan, start, has_any_batches)
-    step, optimizer = prepared.step, prepared.optimizer
+    optimizer, graph_class, note = _prepare_model(context, workers, plan, start, step, new_optimizer, has_any_batches)
 
     # The same values everywhere.
     synchronize = functools.partial(synchronize_initial_state, config, splits, optimizer, workers)
@@ -203,11 +206,11 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
 
     # The graph of the steps.
     feed: Feed = (
-        prepared.graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
+        graph_class.make_stream_feed(workers, splits.stream, origin.first_batch)
         if splits.stream
         else ArrayFeed(workers, splits.train, plan.sharding, origin.begin)
     )
-    graphs = prepared.graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step)
+    graphs = graph_class(config, workers, step, optimizer, all_reduce, feed, origin.step)
     graphs.restore(plan.start.arrays if plan.start else {})
     # A GPU has the memory for its part of a worker's batch; what depends on the batches needs whole ones, as in Keras.
     at_once, batch = 0, config.train.batch_size_per_worker
@@ -218,10 +221,10 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     return SyncRun(
         plan=plan,
         step=step,
-        new_optimizer=prepared.new_optimizer,
+        new_optimizer=new_optimizer,
         earlier_updates=earlier,
         values=values,
-        note=prepared.note,
+        note=note,
         sizes=evaluated_sizes(splits.sizes(), at_once, source.plan),
         origin=origin,
         evaluated_at_once=at_once,
@@ -229,44 +232,23 @@ def prepare(context: TaskContext, workers: Workers, start: Snapshot | Weights | 
     )
 
 
-class PreparedModel(NamedTuple):
-    """The model of one worker, with its optimizer.
-
-    Attributes:
-        step: the step of the model.
-        new_optimizer: makes an optimizer like that of the run.
-        optimizer: one of them, built.
-        graph_class: the class of the steps.
-        note: for the user; may be empty.
-    """
-
-    step: Step
-    new_optimizer: Callable[[], keras.Optimizer]
-    optimizer: keras.Optimizer
-    graph_class: type[SyncStep]
-    note: str
-
-
 def _prepare_model(
     context: TaskContext,
     workers: Workers,
     plan: RunPlan,
     start: Snapshot | Weights | None,
+    step: Step,
+    new_optimizer: Callable[[], keras.Optimizer],
     has_any_batches: bool,
-) -> PreparedModel:
-    """Builds the model, its optimizer and the class of its steps.
-
-    Every worker has its own, outside of the strategy, so that a Keras optimizer does all that it does in a single
-    process.
+) -> tuple[keras.Optimizer, type[SyncStep], str]:
+    """Builds the optimizer of a model, and chooses the class of its steps; returns both, and a note for the user.
 
     Args:
         has_any_batches: see `_why_no_rows`.
     """
     config, source, splits, replicas = context.config, context.source, context.splits, workers.num_replicas
-    step, make_optimizer = build_step(source, splits, config, contextlib.nullcontext())
     _check(source.name, config, step, plan.sharding, replicas)
     notes = [check_batches(source.name, step, splits) if replicas > 1 else ""]
-    new_optimizer = functools.partial(make_optimizer, plan.target_step)
     optimizer = new_optimizer()
     if isinstance(start, Weights):
         support.check_optimizer(support.INIT_FROM, optimizer)
@@ -276,7 +258,7 @@ def _prepare_model(
     notes.append(choose_tables(source.name, step, optimizer, config, why_no_rows))
     graph_class.check(source.name, config, workers, splits, step, optimizer)
     _take_loss_scale(step, optimizer)
-    return PreparedModel(step, new_optimizer, optimizer, graph_class, "; ".join(filter(None, notes)))
+    return optimizer, graph_class, "; ".join(filter(None, notes))
 
 
 def _take_loss_scale(step: Step, optimizer: keras.Optimizer) -> None:
