@@ -98,7 +98,7 @@ def examine(overrides: list[str], environ: Mapping[str, str], source: ConfigSour
     elif place:
         checks += [lambda: findings.processors(1, int(place.task in place.cluster.training_tasks))]
     # The GPUs come last: TensorFlow has to be imported to list them.
-    shared_by = place.cluster.num_workers if place and place.cluster.shares_host else 0
+    shared_by = place.cluster.num_workers if place and place.cluster.is_managed else 0
     checks += [lambda: findings.gpus(shared_by)]
     for check in checks:
         try:

@@ -159,7 +159,7 @@ class SyncWorkers:
         first = self._next if self._next + num_workers <= len(self._launcher.ports) else 0
         self._next = first + num_workers  # the next call takes other ports: a used one is not free again at once
         ports = self._launcher.ports[first:]
-        cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{port}" for port in ports[:num_workers])}, True, True)
+        cluster = Cluster("sync", {"worker": tuple(f"127.0.0.1:{port}" for port in ports[:num_workers])}, True)
         call = self._folder / f"call-{self._runs}.pickle"
         call.write_bytes(cloudpickle.dumps((function, cluster, args)))
         names = [f"run-{self._runs}-worker-{index}" for index in range(num_workers)]

@@ -317,7 +317,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         from tf2dist.testing import COORDINATOR, start_ps_cluster
         schedule.MAX_LOOK_SECS = 0.0  # every evaluation is looked at
         config = run_config(steps_per_execution=None)
-        cluster = replace(start_ps_cluster().cluster, shares_host=False)
+        cluster = replace(start_ps_cluster().cluster, is_managed=False)
         chief = context_of(config, cluster, COORDINATOR)
         batches.publish(chief.splits)
         loop = AsyncLoop.build(chief, None, lambda progress: None)

@@ -148,7 +148,7 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
         from tf2dist.config.schema import DevicesConfig
         clusters = {"sync": Cluster("sync", {"worker": ("localhost:1", "localhost:2")}),
                     "async": Cluster("async", {j: ("localhost:1",) for j in ("chief", "ps", "worker")})}
-        for mode, shares_host, gpus, expected in [("async", False, [], False), ("sync", True, ["gpu"], False),
+        for mode, is_managed, gpus, expected in [("async", False, [], False), ("sync", True, ["gpu"], False),
                                                  ("sync", False, ["gpu"], False),
                                                  ("sync", False, [], True), ("async", True, [], True)]:
             tf.config.list_physical_devices = lambda kind: gpus
@@ -156,11 +156,11 @@ def test_graphs_are_optimized_for_cpus_where_no_task_has_a_gpu() -> None:
             tf.config.experimental.set_memory_growth = lambda gpu, grows: None
             context.context()._config = None
             task = clusters[mode].training_tasks[0]
-            devices.configure(DevicesConfig(), replace(clusters[mode], shares_host=shares_host), task)
+            devices.configure(DevicesConfig(), replace(clusters[mode], is_managed=is_managed), task)
             rewriting = context.context().config.graph_options.rewrite_options
-            assert (rewriting.meta_optimizer_iterations == rewriting.ONE) == expected, (mode, shares_host, gpus)
+            assert (rewriting.meta_optimizer_iterations == rewriting.ONE) == expected, (mode, is_managed, gpus)
             spins = not context.context().config.experimental.disable_thread_spinning
-            assert spins == (not shares_host), "both are set"
+            assert spins == (not is_managed), "both are set"
     """
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert completed.returncode == 0, completed.stderr
@@ -185,9 +185,7 @@ def test_how_many_threads_execute_the_calls_of_tasks_that_share_a_host(
         monkeypatch.setattr(f"tensorflow.config.{name}", lambda *_: None)
     for name in ("optimize_graphs_for_cpus", "share_cores"):
         monkeypatch.setattr(devices, name, lambda *_: None)
-    cluster = Cluster(
-        mode, {job: ("localhost:1",) * (2 if job == "worker" else 1) for job in threads}, shares_host=True
-    )
+    cluster = Cluster(mode, {job: ("localhost:1",) * (2 if job == "worker" else 1) for job in threads}, is_managed=True)
     monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "")  # so that it is set back in the end
     for job, number in threads.items():
         os.environ.pop("TF_NUM_INTEROP_THREADS", None)
@@ -212,9 +210,9 @@ def test_tasks_of_one_host_share_its_cores() -> None:
                 assert config.experimental.disable_thread_spinning, config
                 assert config.intra_op_parallelism_threads == threads, config
         cluster, task = Cluster("sync", {"worker": ("localhost:1", "localhost:2")}), Task("worker", 0)
-        for shares_host in (False, True):
-            server_config = devices.configure(DevicesConfig(), replace(cluster, shares_host=shares_host), task)
-            assert server_config.experimental.disable_thread_spinning == shares_host
+        for is_managed in (False, True):
+            server_config = devices.configure(DevicesConfig(), replace(cluster, is_managed=is_managed), task)
+            assert server_config.experimental.disable_thread_spinning == is_managed
         assert float(tf.reduce_sum(tf.ones([1000]))) == 1000
     """
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -239,7 +239,7 @@ def test_no_function_is_created_while_many_hosts_train() -> None:
         schedule.MAX_LOOK_SECS = 0.0  # so that it looks at the progress of each evaluation
         config = run_config(steps_per_execution=None)
         config.mode = "sync_replicas"
-        cluster = replace(start_ps_cluster(num_ps=2).cluster, mode="sync_replicas", shares_host=False)
+        cluster = replace(start_ps_cluster(num_ps=2).cluster, mode="sync_replicas", is_managed=False)
         chief = context_of(config, cluster, COORDINATOR)
         batches.publish(chief.splits)
         loop = SyncReplicasLoop.build(chief, None, lambda progress: None)

@@ -171,13 +171,13 @@ def test_one_command_leads_a_local_cluster_and_meets_no_other() -> None:
     for mode in ("async", "sync"):
         place = find_place(RunConfig(mode=mode), {})
         assert (place.leads, place.has_peers) == (True, False)
-        assert (place.cluster.is_managed, place.cluster.shares_host) == (True, True)
+        assert place.cluster.is_managed
 
 
 def test_many_commands_make_the_cluster_of_tf_config() -> None:
     assert [parse(tf_config(SYNC, index=index), "sync").leads for index in range(2)] == [True, False]
     place = parse(tf_config(SYNC), "sync")
-    assert (place.has_peers, place.cluster.is_managed, place.cluster.shares_host) == (True, False, False)
+    assert (place.has_peers, place.cluster.is_managed) == (True, False)
     assert not parse(tf_config(SYNC, "evaluator"), "sync", run_dir="shared").has_peers, "nobody knows of it"
 
 

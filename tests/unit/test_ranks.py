@@ -35,8 +35,7 @@ def test_ranks_give_the_roles() -> None:
     assert cluster.jobs == {"chief": ("a:12000",), "ps": ("b:12000", "c:12000"), "worker": ("d:12000", "e:12000")}
     tasks = [place("async", hosts, rank, num_ps=2).task for rank in range(5)]
     assert tasks == [Task("chief", 0), Task("ps", 0), Task("ps", 1), Task("worker", 0), Task("worker", 1)]
-    assert not cluster.is_managed
-    assert not cluster.shares_host, "the tasks do not divide the cores of one host"
+    assert not cluster.is_managed, "the tasks do not divide the cores of one host"
     assert place("sync_replicas", hosts, 4).task == Task("worker", 2)
 
 

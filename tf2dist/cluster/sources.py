@@ -9,8 +9,8 @@ from tf2dist.cluster.validation import find_in_tf_config, validated
 from tf2dist.config.schema import PS_MODES, RunConfig
 from tf2dist.errors import ClusterError, ConfigError
 
-# The place of this process: the cluster, with the two facts about it, and the task. It is found in the options and in
-# the environment alone. Raises ClusterError, with one line for each mistake.
+# The place of this process. It is found in the options and in the environment alone. Raises ClusterError, with one line
+# for each mistake.
 ClusterSource = Callable[[RunConfig, Mapping[str, str]], Place]
 
 
@@ -77,7 +77,7 @@ def local(config: RunConfig, environ: Mapping[str, str]) -> Place:
     if config.mode in PS_MODES:
         counts |= {"chief": 1, "ps": config.cluster.num_ps}
     jobs = {job: ("127.0.0.1:0",) * counts[job] for job in sorted(counts)}
-    cluster = Cluster(config.mode, jobs, is_managed=True, shares_host=True)
+    cluster = Cluster(config.mode, jobs, is_managed=True)
     return Place(cluster, cluster.leader)
 
 

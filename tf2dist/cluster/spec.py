@@ -35,15 +35,14 @@ class Cluster:
     is the first of the workers.
 
     Attributes:
-        is_managed: whether one launcher starts and owns all tasks; otherwise each is started by a command of its own.
-        shares_host: whether all tasks divide the devices of one host.
+        is_managed: whether one launcher starts and owns all tasks, which divide the devices of one host; otherwise each
+            is started by a command of its own.
         min_workers: with how many workers a run with parameter servers begins; None for all.
     """
 
     mode: str
     jobs: dict[str, tuple[str, ...]]
     is_managed: bool = False
-    shares_host: bool = False
     min_workers: int | None = None
 
     @property

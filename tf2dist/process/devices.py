@@ -32,7 +32,7 @@ def choose_gpus(num_gpus: int, cluster: Cluster, task: Task, *, divided: bool = 
     neighbours = _neighbours(cluster, task) if divided else [task]
     number, count = neighbours.index(task), len(neighbours)
     # A step of an asynchronous worker is one batch on one device, and its strategy refuses workers with unequal counts.
-    if cluster.shares_host or cluster.has_coordinator or num_gpus < count:
+    if cluster.is_managed or cluster.has_coordinator or num_gpus < count:
         return [number % num_gpus]
     # Synchronous workers need equally many.
     gpus_per_task = num_gpus // count
@@ -61,11 +61,11 @@ def configure(config: DevicesConfig, cluster: Cluster, task: Task) -> tf.compat.
     server_config = tf.compat.v1.ConfigProto()
     num_gpus = claim_gpus(config, cluster, task, server_config)
     # The coordinator of many hosts does not know the devices of the workers, for which it makes the graphs.
-    if not num_gpus and (cluster.shares_host or cluster.mode == "sync"):
+    if not num_gpus and (cluster.is_managed or cluster.mode == "sync"):
         optimize_graphs_for_cpus()
     # On a host of its own a task keeps TensorFlow's defaults. The affinity counts the cores that this process may use
     # in a container or under a scheduler, which can be fewer than the machine has.
-    if cluster.shares_host:
+    if cluster.is_managed:
         if task.job == "worker" and cluster.has_coordinator and shares_a_core(cluster.num_workers):
             execute_calls_in_one_thread()
         share_cores(server_config, len(os.sched_getaffinity(0)), cluster.num_workers)
@@ -105,12 +105,12 @@ def are_divided(cluster: Cluster) -> bool:
     """Whether the tasks of this host divide the GPUs that this one sees; otherwise all of these are for it alone."""
     seen = os.environ.get(VISIBLE)
     # Unless it is asked to bind them, SLURM sets the variable in every task to all GPUs that the step has on this node.
-    return cluster.shares_host or seen is None or str(len(seen.split(","))) == os.environ.get(GPUS_OF_STEP)
+    return cluster.is_managed or seen is None or str(len(seen.split(","))) == os.environ.get(GPUS_OF_STEP)
 
 
 def advice_on_gpus(cluster: Cluster, task: Task) -> str:
     """A line about GPUs that an asynchronous worker of many hosts leaves unused; "" if it leaves none."""
-    if cluster.shares_host or not cluster.has_coordinator or task.job != "worker":
+    if cluster.is_managed or not cluster.has_coordinator or task.job != "worker":
         return ""
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     num_tasks = len(_neighbours(cluster, task)) if are_divided(cluster) else 1

@@ -76,7 +76,7 @@ class PsLoop(Loop):
             graphs.evaluate_stream_function if self._stream else graphs.evaluate_function
         )
         super().__init__(context, run, report)
-        if not context.cluster.shares_host:  # there no function may be made during the training; see `async_setup`
+        if not context.cluster.is_managed:  # there no function may be made during the training; see `async_setup`
             self._evaluate_function()
             self.read_all()
         self._changed_at = time.monotonic()  # when the workers were last seen to have made progress
