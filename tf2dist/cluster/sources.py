@@ -34,39 +34,22 @@ def find_place(config: RunConfig, environ: Mapping[str, str]) -> Place:
 
 def check_workers(config: RunConfig, cluster: Cluster) -> None:
     """Checks the options that depend on the number of workers. Raises ConfigError."""
-    _check_replicas(config, cluster)
-    _check_leaving(config, cluster)
-    _check_min_workers(config, cluster)
-
-
-def _check_replicas(config: RunConfig, cluster: Cluster) -> None:
-    """Refuses several gradients of a worker in one step where there are several ps."""
-    replicas, num_workers = config.sync_replicas.replicas_to_aggregate, cluster.num_workers
+    num_workers, min_workers = cluster.num_workers, config.cluster.min_workers
+    replicas = config.sync_replicas.replicas_to_aggregate
     if replicas is not None and replicas > num_workers and cluster.num_ps > 1:
         raise ConfigError(
             f"sync_replicas.replicas_to_aggregate ({replicas}): is more than the {num_workers} workers, which needs a "
             f"single ps; give at most {num_workers}, or use one ps"
         )
-
-
-def _check_leaving(config: RunConfig, cluster: Cluster) -> None:
-    """Refuses to let workers leave if every step needs all of them."""
-    if config.mode != "sync_replicas" or config.task.on_term != "leave":
-        return
-    num_workers = cluster.num_workers
-    replicas = config.batches_per_update(num_workers)
-    if replicas >= num_workers:
+    aggregated = config.batches_per_update(num_workers)
+    if config.mode == "sync_replicas" and config.task.on_term == "leave" and aggregated >= num_workers:
         raise ConfigError(
-            f"task.on_term (leave): each step takes {replicas} gradients of {num_workers} workers, so it would wait "
+            f"task.on_term (leave): each step takes {aggregated} gradients of {num_workers} workers, so it would wait "
             f"for one that has left; leave it out, or give sync_replicas.replicas_to_aggregate less than {num_workers}"
         )
-
-
-def _check_min_workers(config: RunConfig, cluster: Cluster) -> None:
-    min_workers = config.cluster.min_workers
-    if min_workers is not None and min_workers > cluster.num_workers:
+    if min_workers is not None and min_workers > num_workers:
         raise ConfigError(
-            f"cluster.min_workers ({min_workers}): the cluster has {cluster.num_workers} workers; give at most "
+            f"cluster.min_workers ({min_workers}): the cluster has {num_workers} workers; give at most "
             "as many, and list all that may come"
         )
 
