@@ -52,7 +52,16 @@ def new_folder() -> Path:
 def earlier_plan(folder: Path) -> dict[str, list[str]]:
     """The runs of an earlier comparison in the folder, with their command lines; empty if there is none."""
     with files.raising(f"{OPTION} ({folder}): cannot be read", "name another directory"):
-        return _read_plan(folder) if folder.is_dir() and any(folder.iterdir()) else {}
+        if not folder.is_dir() or not any(folder.iterdir()):
+            return {}
+    try:
+        with files.open_to_read(folder / PLAN) as file:
+            plan = json.loads(file.read(1 << 24))["runs"]  # a file that is not ours must not fill the memory
+        return {str(name): list(map(str, overrides)) for name, overrides in plan.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(
+            f"{OPTION} ({folder}): has files, and is not of a comparison; name another directory"
+        ) from None
 
 
 def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
@@ -72,18 +81,6 @@ def prepare_folder(folder: Path, runs: list[ContenderRun]) -> None:
         for directory in (folder, folder / RUNS, folder / LOGS):
             files.make_private(directory)
         files.write_whole(folder / PLAN, json.dumps({"runs": plan}, indent=1) + "\n")
-
-
-def _read_plan(folder: Path) -> dict[str, list[str]]:
-    """The runs of a comparison with their command lines, from the file in its folder."""
-    try:
-        with files.open_to_read(folder / PLAN) as file:
-            plan = json.loads(file.read(1 << 24))["runs"]  # a file that is not ours must not fill the memory
-        return {str(name): list(map(str, overrides)) for name, overrides in plan.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(
-            f"{OPTION} ({folder}): has files, and is not of a comparison; name another directory"
-        ) from None
 
 
 def run_all(
