@@ -22,7 +22,6 @@ Schedulers take codes from 1 to 127 as permanent failures, and retry after 128 a
 
 import difflib
 import errno
-import functools
 import itertools
 import json
 import re
@@ -302,21 +301,16 @@ def users_location(error: BaseException) -> str:
     raised = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(error.__traceback__)]
     # What TensorFlow has traced, or called from a graph, stands in the text alone.
     quoted = [(place[1], place[2]) for place in LOCATION.finditer(str(error))]
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    packages = [f"{folder}/" for folder in (*paths, *site.getsitepackages(), Path(__file__).parent)]
     # Autograph writes the traced code into files of its own, and the places in the text are those of the user's files.
-    not_users = (*_folders_of_packages(), "<frozen", "<string>", "<__array_function__")
+    not_users = (*packages, "<frozen", "<string>", "<__array_function__")
     places = [
         (file, line)
         for file, line in (*raised, *quoted)
         if not file.startswith(not_users) and AUTOGRAPH_FILE not in file
     ]
     return " ({}:{})".format(*places[-1]) if places else ""
-
-
-@functools.cache
-def _folders_of_packages() -> list[str]:
-    """Where the files of Python, of installed packages and of this one are."""
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    return [f"{folder}/" for folder in (*paths, *site.getsitepackages(), Path(__file__).parent)]
 
 
 def kind_of(value: object) -> str:
