@@ -28,14 +28,12 @@ class Job:
     """One run of a sweep.
 
     Attributes:
-        overrides: its command line.
         varying: the values of the options that the sweep varies.
         folder: its run directory, relative to that of the sweep.
         config: the configuration of its command line, without the run directory.
     """
 
     number: int
-    overrides: tuple[str, ...]
     varying: dict[str, str]
     folder: str
     config: RunConfig
@@ -62,7 +60,7 @@ def jobs_of(hydra: Hydra, composed: DictConfig, check: Check) -> list[Job]:
             config = _check_job(job_config, check)
         except RequestError as error:
             raise type(error)(f"{error} (in job {number} of the sweep: {' '.join(line)[:100]})") from None
-        jobs.append(Job(number, line, varying, setting(job_config, "hydra.sweep.subdir"), config))
+        jobs.append(Job(number, varying, setting(job_config, "hydra.sweep.subdir"), config))
     folders = [job.folder for job in jobs]
     if duplicates := [name for name in folders if folders.count(name) > 1]:
         raise ConfigError(
