@@ -255,7 +255,9 @@ class Links:
         """Waits for something to happen, at most `timeout_secs`, and handles it."""
         # A socket can nearly always be written to: if we always asked for that, `select` would never wait.
         for link in self.all:
-            self._selector.modify(link.sock, self._events(link), link)
+            writes = link.connecting or link.channel.unsent or (link.finishing and not link.shut)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
+            self._selector.modify(link.sock, events, link)
         for key, mask in self._selector.select(timeout_secs):
             if key.fileobj is self._awake:
                 self._awake.recv(READ_BYTES)
@@ -266,11 +268,6 @@ class Links:
         now = time.monotonic()
         for link in [link for link in self.all if link.deadline <= now]:
             self.close(link, "no answer")
-
-    @staticmethod
-    def _events(link: Link) -> int:
-        writes = link.connecting or link.channel.unsent or (link.finishing and not link.shut)
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
 
     def _accept(self) -> None:
         try:

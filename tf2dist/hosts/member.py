@@ -17,10 +17,6 @@ from tf2dist.hosts.protocol import Identity, Jobs, Join, MeetingEvent, Probe, Pr
 BEAT_EVERY_SECS = 1.0
 
 
-def _this_process() -> Process:
-    return Process(socket.gethostname(), os.getpid(), secrets.token_hex(8))
-
-
 @dataclass
 class Membership:
     """The state that the meeting's thread writes and the thread of `Meeting.join` reads.
@@ -45,7 +41,7 @@ class Membership:
     port_shift: int
     # Random, so that a holder can tell its own job from an earlier or later one at the same addresses.
     job_id: str = field(default_factory=lambda: secrets.token_hex(4))
-    process: Process = field(default_factory=_this_process)
+    process: Process = field(default_factory=lambda: Process(socket.gethostname(), os.getpid(), secrets.token_hex(8)))
     agreed: threading.Event = field(default_factory=threading.Event)
     failure: TfDistError | None = None
     conflict: str = ""

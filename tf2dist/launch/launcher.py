@@ -166,7 +166,8 @@ class Launcher:
         while True:
             remaining = max(0.0, deadline - time.monotonic())
             if not poll(self._sock.fileno(), secs=min(remaining, SERVER_CHECK_SECS)):
-                if not self._server_runs():
+                has_ended = not _exists(self._server_pid) if self.ready else self._warm.has_ended()
+                if has_ended:
                     self._give_up()
                 if time.monotonic() >= deadline:
                     return
@@ -224,10 +225,6 @@ class Launcher:
         if self._server_pid:  # 0 would mean this process's own group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server_pid, signal.SIGKILL)
-
-    def _server_runs(self) -> bool:
-        """Whether the fork server has not ended, as far as it is known without its message."""
-        return _exists(self._server_pid) if self.ready else not self._warm.has_ended()
 
     def _give_up(self, code: int | None = None) -> NoReturn:
         """Kills everything, since the fork server has ended, with this exit code if it is known already."""

@@ -52,10 +52,6 @@ class TaskRecord:
     has_exited: bool = False
     kill: Kill | None = None
 
-    @property
-    def is_expected_to_live(self) -> bool:
-        return not self.has_exited and self.kill is None
-
 
 class LivenessTracker:
     """Tracks the signs of life of the tasks of a host.
@@ -93,7 +89,9 @@ class LivenessTracker:
 
     def find_lost(self, now: float) -> list[str]:
         """The tasks that have shown no sign of life for too long; to be called several times a second."""
-        watched = {task: record for task, record in self._records.items() if record.is_expected_to_live}
+        watched = {
+            task: record for task, record in self._records.items() if not record.has_exited and record.kill is None
+        }
         self._discount_own_suspension(watched, now)
         for task, record in watched.items():
             if self._runs(task):
