@@ -59,11 +59,6 @@ DEFAULT_EPOCHS = {name: known.epochs for name, known in KNOWN.items() if known.e
 MADE_UP = tuple(name for name, known in KNOWN.items() if not known.num_train)  # these have no classes, either
 
 
-def _digits() -> DataConfig:
-    """The fallback without MNIST, which needs no network."""
-    return to_dataclass(DataConfig, compose.values("data", "digits"))
-
-
 def digits_file() -> Path:
     """scikit-learn's file; found without importing a package of it, which takes longer than training on it."""
     package = find_spec("sklearn")
@@ -103,7 +98,7 @@ def resolve(config: DataConfig, warn: Callable[[str], None]) -> DataConfig:
                 raise
             problem, _, _ = str(error).rpartition("; ")
             warn(f"{problem}; training on data=digits instead")
-            return _digits()
+            return to_dataclass(DataConfig, compose.values("data", "digits"))
     for files in (found.train, found.test):
         image_files.check(config.name, files)
     # The tasks get the folder that was found and checked here: they do not look for one again.

@@ -97,11 +97,8 @@ class Stream:
         Raises:
             DataError: it fails, or gives no dataset of batches.
         """
-        if index not in self._datasets:
-            self._datasets[index] = self._made(index)
-        return self._datasets[index]
-
-    def _made(self, index: int) -> tf.data.Dataset:
+        if index in self._datasets:
+            return self._datasets[index]
         try:
             # On a machine with a GPU the constants of a dataset would lie there, and be copied back for each batch.
             with tf.device("CPU:0"):
@@ -110,6 +107,7 @@ class Stream:
             raise DataError(f"{self.shown(index)}: {_told_by(error)}") from error
         if not isinstance(dataset, tf.data.Dataset):
             raise DataError(f"{self._shown}: gives {kind_of(dataset)}, and must give a tf.data.Dataset of batches")
+        self._datasets[index] = dataset
         return dataset
 
     def num_batches(self) -> list[int]:
@@ -171,7 +169,10 @@ class Stream:
 
     def _layout_of(self, dataset: tf.data.Dataset) -> Layout:
         """Raises DataError if its elements are not batches of dense arrays of a known number of dimensions."""
-        spec = keras.tree.map_structure(_none_as_none, dataset.element_spec)
+        # TensorFlow has a type for None in a dataset, too.
+        spec = keras.tree.map_structure(
+            lambda leaf: None if leaf.value_type is type(None) else leaf, dataset.element_spec
+        )
         try:
             parts = keras.utils.unpack_x_y_sample_weight(spec if isinstance(spec, tuple) else (spec,))
         except ValueError:
@@ -199,11 +200,6 @@ class Stream:
                 f"{self._shown}: {part} is of shape {leaf.shape}, and the number of its dimensions must be known; "
                 "use tf.ensure_shape, or output_signature of a generator"
             )
-
-
-def _none_as_none(spec: tf.TypeSpec) -> tf.TypeSpec | None:
-    """TensorFlow has a type for None in a dataset, too."""
-    return None if spec.value_type is type(None) else spec
 
 
 def _as_keras(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:

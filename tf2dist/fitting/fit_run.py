@@ -221,7 +221,8 @@ class FitRun:
         return self._lead(mirror_of_own, tables.num_made > 0, job)
 
     def _lead(self, mirror_of_own: Mirror, has_empty_tables: bool, job: Path) -> Result:
-        steps = None if self._ends_with_data else self.plan.steps_per_epoch or self._steps_per_pass()
+        ends_with_data = self.splits.stream is not None and not self.splits.stream.repeats
+        steps = None if ends_with_data else self.plan.steps_per_epoch or self._steps_per_pass()
         callbacks = Callbacks(self.arguments.callbacks, mirror_of_own, self.plan, int(self.arguments.verbose), steps)
         if advice := callbacks.advice():
             self.console.warn(advice)
@@ -261,10 +262,6 @@ class FitRun:
                     if snapshot and snapshot.step > mirror_of_own.step:
                         mirror_of_own.put_saved(snapshot)
             raise
-
-    @property
-    def _ends_with_data(self) -> bool:
-        return self.splits.stream is not None and not self.splits.stream.repeats
 
     def _steps_per_pass(self) -> int:
         """The steps of the cluster in which it takes all examples of the arrays once."""

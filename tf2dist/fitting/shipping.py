@@ -32,7 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf2dist.checkpoint.snapshot import have_same_bits
-from tf2dist.data.arrays import Arrays, Layout
+from tf2dist.data.arrays import Layout
 from tf2dist.data.splits import OwnSplits, Splits, streamed
 from tf2dist.data.stream import Stream
 from tf2dist.errors import ConfigError, FitError, TrainingError, kind_of, naming, reason_of
@@ -357,7 +357,8 @@ class ShippedSource:
     def load(self) -> Splits:
         """The data: arrays mapped from files, in memory that all tasks of this host share, or streams."""
         with _reading_job(self._folder):
-            train, validation = (self._arrays(split) for split in ("train", "validation"))
+            stored = [self._job[split] for split in ("train", "validation")]
+            train, validation = (inputs.load(arrays) if arrays else None for arrays in stored)
         stream, validation_stream = self._stream("stream"), self._stream("validation_stream")
         if stream:
             return streamed(stream, validation, validation_stream)
@@ -368,9 +369,6 @@ class ShippedSource:
         if not (sent := self._job[split]):
             return None
         return Stream(**sent, load=cloudpickle.loads((self._folder / f"{sent['argument']}.pickle").read_bytes()))
-
-    def _arrays(self, split: str) -> Arrays | None:
-        return inputs.load(self._job[split]) if self._job[split] else None
 
     def build(self, splits: Splits) -> keras.Model:
         """Builds a new model at each call, compiled if it is to be trained."""
