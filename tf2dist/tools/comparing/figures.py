@@ -88,12 +88,9 @@ def draw_accuracy(results: Sequence[ContenderResult], until: Until, is_narrow: b
                                                        if (spread := result.accuracy))])  # fmt: skip
                 axes.set_ylim(max(0.0, low), min(1.0, until.value + 0.04))
             set_title(axes, name, is_narrow, columns)
-    set_legend(figure, _with_most_labels(flat), is_narrow)
+    with_most_labels = max(flat, key=lambda panel: len(panel.get_legend_handles_labels()[0]))
+    set_legend(figure, with_most_labels, is_narrow)
     return figure
-
-
-def _with_most_labels(axes: Sequence[Axes]) -> Axes:
-    return max(axes, key=lambda panel: len(panel.get_legend_handles_labels()[0]))
 
 
 def _draw_line(axes: Axes, result: ContenderResult, of_x: Value, of_y: Value, style: Style) -> None:

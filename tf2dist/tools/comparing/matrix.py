@@ -191,10 +191,6 @@ def _common_delay(key: str, text: str) -> float:
     return secs[0]
 
 
-def _backups(key: str, text: str) -> tuple[int, ...]:
-    return tuple(_integer(key, item, 0, MAX_WORKERS) for item in _items(key, text))
-
-
 def _integer(key: str, text: str, low: int, high: int) -> int:
     if re.fullmatch(r"[0-9]{1,12}", text) and low <= int(text) <= high:
         return int(text)
@@ -218,7 +214,7 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
     "modes": _modes,
     "delays": _delays,
     "common_delay": _common_delay,
-    "backups": _backups,
+    "backups": lambda key, text: tuple(_integer(key, item, 0, MAX_WORKERS) for item in _items(key, text)),
     "workers": lambda key, text: _integer(key, text, 1, MAX_WORKERS),
     "seeds": lambda key, text: _integer(key, text, 1, MAX_SEEDS),
     "until": lambda key, text: Until.parse(text),
