@@ -38,13 +38,7 @@ from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.mirror import Mirror, RatesAndSeeds
 from tf2dist.fitting.readers import calls_with_weights, reads_progress
-from tf2dist.fitting.request import (
-    FitArguments,
-    Model,
-    leave_gpus_to_tasks,
-    name_of,
-    set_model_options,
-)
+from tf2dist.fitting.request import FitArguments, Model, leave_gpus_to_tasks, name_of, set_model_options
 from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console, number_of, result_lines
 from tf2dist.launch.single_run import check_open_files, check_place, run_in_folder

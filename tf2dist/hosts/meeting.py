@@ -25,18 +25,7 @@ from tf2dist.hosts.follower import Follower
 from tf2dist.hosts.identity import NO_TOKEN_KEY
 from tf2dist.hosts.leader import Leader
 from tf2dist.hosts.member import Membership
-from tf2dist.hosts.protocol import (
-    MAX_CHARACTERS,
-    Call,
-    Ended,
-    Identity,
-    Join,
-    Lost,
-    MeetingEvent,
-    Probe,
-    State,
-    Stop,
-)
+from tf2dist.hosts.protocol import MAX_CHARACTERS, Call, Ended, Identity, Join, Lost, MeetingEvent, Probe, State, Stop
 
 POLL_SECS = 0.1
 CLOSE_SECS = 10.0  # for the last messages; the peers may be frozen

@@ -132,14 +132,7 @@ class Launcher:
             if time.monotonic() > deadline:
                 raise TaskLostError(f"TensorFlow was not imported within {limit_secs:.0f} s")
 
-    def start(
-        self,
-        name: str,
-        target: str,
-        payload: Any,
-        *,
-        sys_path: list[str] | None = None,
-    ) -> None:
+    def start(self, name: str, target: str, payload: Any, *, sys_path: list[str] | None = None) -> None:
         """Forks a task that calls ``target`` ("module:function") with ``(payload, to_launcher)``, a `ToLauncher`.
 
         Raises:

@@ -29,13 +29,7 @@ class Shutdown:
         meeting: with the launching processes of the other hosts; None if all tasks are here.
     """
 
-    def __init__(
-        self,
-        run: HostRun,
-        launcher: Launcher,
-        meeting: Meeting | None,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, run: HostRun, launcher: Launcher, meeting: Meeting | None, clock: Clock) -> None:
         self._launcher, self._meeting, self._clock = launcher, meeting, clock
         self._stop, self._grace_secs, self._notify = run.stop, run.config.grace_secs, run.console.status
         self._deadline: float | None = None

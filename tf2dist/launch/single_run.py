@@ -33,14 +33,7 @@ from tf2dist.errors import ConfigError, Interrupted, RequestError, TfDistError, 
 from tf2dist.files import set_keras_home
 from tf2dist.hosts.connections import MAX_MESSAGE_BYTES
 from tf2dist.hosts.identity import job_key
-from tf2dist.launch.console import (
-    DRAIN_SECS,
-    Console,
-    Unblocked,
-    prepare_streams,
-    print_result,
-    result_lines,
-)
+from tf2dist.launch.console import DRAIN_SECS, Console, Unblocked, prepare_streams, print_result, result_lines
 from tf2dist.launch.host_run import HostRun, Session
 from tf2dist.launch.host_tasks import run_host
 from tf2dist.launch.run_dir import can_go_on, how_to_go_on, locked, make_run_dir

@@ -247,10 +247,7 @@ def _contender(result: ContenderResult) -> dict[str, Any]:
                 "state": outcome.state,
                 "exit_code": outcome.exit_code,
             }
-            | next(
-                (_measured(result, run) for run in result.measured if run.run == outcome.run),
-                {},
-            )
+            | next((_measured(result, run) for run in result.measured if run.run == outcome.run), {})
             for outcome in result.outcomes
         ],
     }

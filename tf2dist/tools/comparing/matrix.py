@@ -451,7 +451,4 @@ def _folder_name(contender: Contender) -> str:
 
 def with_data(overrides: list[str], name: str) -> list[str]:
     """The overrides for other data, which replaces the data of all runs."""
-    return [
-        *(override for override in overrides if name_of(override).partition(".")[0] != "data"),
-        f"data={name}",
-    ]
+    return [*(override for override in overrides if name_of(override).partition(".")[0] != "data"), f"data={name}"]

@@ -176,11 +176,7 @@ def run_columns() -> list[Column]:
         Column("state", lambda row: state_text(row[1].state, row[1].exit_code), is_number=False),
         Column("steps", measured(lambda run: run.summary["global_step"]), lambda value: f"{value:,}"),
         Column("seconds to the goal", secs_to_goal, lambda value: f"{value:.2f}"),
-        Column(
-            "test accuracy",
-            measured(lambda run: run.summary.get("test_accuracy")),
-            lambda value: f"{value:.4f}",
-        ),
+        Column("test accuracy", measured(lambda run: run.summary.get("test_accuracy")), lambda value: f"{value:.4f}"),
         Column("steps of each worker", measured(_shares), is_number=False),
     ]
 
