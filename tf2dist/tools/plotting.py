@@ -152,7 +152,8 @@ def training_figure(series: SeriesByName, title: str, line: str, staleness: Sequ
         by_time.set_xlabel(f"time since the first step ({unit})")
         _set_axes(by_step, by_time)
         scale = _set_scale((by_step, by_time), name, curves)
-        set_quantity(by_step, _shortened(name) + scale)
+        shown = name if len(name) <= LABEL_CHARS else f"{name[: LABEL_CHARS - 1]}…"
+        set_quantity(by_step, shown + scale)
         by_time.sharey(by_step)
         by_time.tick_params(labelleft=False)
     labels = {
@@ -165,10 +166,6 @@ def training_figure(series: SeriesByName, title: str, line: str, staleness: Sequ
     if sum(staleness):
         _draw_staleness(figure.add_subplot(grid[num_rows - 1, :]), np.array(staleness))
     return figure
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= LABEL_CHARS else f"{name[: LABEL_CHARS - 1]}…"
 
 
 def _figure(title: str, line: str, num_rows: int) -> tuple[Figure, float]:

@@ -13,7 +13,7 @@ from tf2dist.signals import Signals
 from tf2dist.tools.comparing.comparison_report import REPORT, report_of
 from tf2dist.tools.comparing.matrix import Contender, Options, contenders_of, runs_of, split, with_data
 from tf2dist.tools.comparing.results import results_of
-from tf2dist.tools.comparing.running import OPTION, RunOutcome, earlier_plan, new_folder, prepare_folder, run_all
+from tf2dist.tools.comparing.running import OPTION, earlier_plan, new_folder, prepare_folder, run_all
 
 
 def compare(arguments: list[str], overrides: list[str], source: ConfigSource, signals: Signals) -> None:
@@ -37,7 +37,9 @@ def compare(arguments: list[str], overrides: list[str], source: ConfigSource, si
                 outcomes = run_all(runs, folder, source.flags(), signals, options.until, console)
             if signals.signum:
                 raise KeyboardInterrupt
-            headline, report = _report(options, arguments, outcomes, folder)
+            results = results_of(outcomes, folder, options.until)
+            is_measured = any(result.measured for result in results)
+            headline, report = report_of(options, arguments, results) if is_measured else ("", {})
             # One by one the files are whole or not there; all together they are of one comparison.
             with signals.deferred():
                 _write(report, folder)
@@ -62,14 +64,6 @@ def _with_resolved_data(
         if resolved.name != name:
             return contenders_of(options, with_data(run_overrides, resolved.name), source)
     return contenders
-
-
-def _report(
-    options: Options, arguments: list[str], outcomes: list[RunOutcome], folder: Path
-) -> tuple[str, dict[str, str | bytes]]:
-    """The verdict on what was measured, and the files of the report; empty if nothing was."""
-    results = results_of(outcomes, folder, options.until)
-    return report_of(options, arguments, results) if any(result.measured for result in results) else ("", {})
 
 
 def _write(report: dict[str, str | bytes], folder: Path) -> None:

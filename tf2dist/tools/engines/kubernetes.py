@@ -256,11 +256,12 @@ def node_container(request: JobRequest) -> Manifest:
 
 def runtime(request: JobRequest) -> tuple[str, Manifest]:
     """The pods, without what the Trainer takes from the TrainJob."""
+    remaining = {name: value for name, value in node_container(request).items() if name not in ("command", "resources")}
     child = {
         "completionMode": "Indexed",
         "backoffLimit": request.restarts * len(request.tasks),
         "podFailurePolicy": pod_failure_policy(NODE),
-        "template": pod(request, without(node_container(request), "command", "resources")),
+        "template": pod(request, remaining),
     }
     template = {"metadata": {"labels": {f"{TRAINER_API}/trainjob-ancestor-step": "trainer"}}, "spec": child}
     job_set = {
@@ -282,7 +283,3 @@ def train_job(request: JobRequest) -> tuple[str, Manifest]:
         "trainer": trainer | {"resourcesPerNode": its["resources"]},
     }
     return "The run.", manifest(f"{TRAINER_API}/v1alpha1", "TrainJob", metadata(request, queued=True), spec)
-
-
-def without(tree: Manifest, *names: str) -> Manifest:
-    return {name: value for name, value in tree.items() if name not in names}
