@@ -262,11 +262,11 @@ class FitRun:
         config, batch_size = self.config, self.config.train.batch_size_per_worker
         return sharding_of(config, config.mode, self.splits, self.plan, self.num_workers, batch_size).updates_per_pass
 
-    def _warn_of_repeated_data(self, console: Console) -> None:
+    def _warn_of_repeated_data(self) -> None:
         """Tells where Keras would end an epoch early, since the arrays are used up."""
         steps = self.plan.steps_per_epoch
         if steps and not self.splits.stream and (pass_steps := self._steps_per_pass()) % steps:
-            console.warn(
+            self.console.warn(
                 f"steps_per_epoch ({steps}): one pass over the data has {pass_steps} steps; keras.Model.fit would end "
                 f"an epoch with the data, here the data begin again and every epoch has {steps} steps"
             )
@@ -292,7 +292,7 @@ class FitRun:
         return FitSession(job, identity_of(self.splits, self.plan), callbacks, self.plan.epochs)
 
     def _run_tasks(self, session: FitSession) -> FolderAndSummary:
-        self._warn_of_repeated_data(self.console)
+        self._warn_of_repeated_data()
         try:
             folder, summary = run_tasks(self.config, self.place, self.console, self.started_at, session)
             if summary:
