@@ -26,6 +26,7 @@ from tf2dist.data.known import IMAGES, ImageFiles
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import is_path
 from tf2dist.hosts.identity import PACKAGES
+from tf2dist.launch.console import number_of
 from tf2dist.linux import child_environment, code_command, import_limit
 from tf2dist.tf_constants import KERAS_ON_TENSORFLOW, LOG_LEVEL, installed_version, tested_versions, untested
 
@@ -84,8 +85,7 @@ def processors(num_tasks: int, num_training: int) -> Iterator[Finding]:
     warning = Finding("warn", "cores", text, "fine for a trial; for speed use fewer workers or more hosts")
     yield warning if num_training > cores else Finding("ok", "cores", text)
     free, needed = linux.free_memory() >> 20, MEMORY_OF_TENSORFLOW_MB + MEMORY_OF_A_TASK_MB * num_tasks
-    tasks = "1 task" if num_tasks == 1 else f"{num_tasks} tasks"
-    text = f"{free:,} MB free, about {needed:,} MB needed by {tasks}"
+    text = f"{free:,} MB free, about {needed:,} MB needed by {number_of(num_tasks, 'task')}"
     warning = Finding("warn", "memory", text, "use fewer tasks, or stop other programs")
     yield warning if free < needed else Finding("ok", "memory", text)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import resources
 from typing import Any
 
-from tf2dist.launch.console import state_text
+from tf2dist.launch.console import number_of, state_text
 from tf2dist.tools.comparing.results import ACCURACY, MEASURES, Column, ContenderResult, Measurement, Spread
 from tf2dist.tools.comparing.running import RunOutcome
 from tf2dist.tools.comparing.verdict import Claim, Verdict
@@ -76,11 +76,10 @@ def _title(record: dict[str, Any]) -> str:
 
 def _about(record: dict[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"] or {}
-    workers, seeds = record["workers"], record["seeds"]
     written = record["written"][:16].replace("T", " ")
     return (
-        f"{workers} worker{'s' if workers != 1 else ''} on one machine with {machine['processors']} processors, "
-        f"{record['data']}, {record['optimizer']}, until {record['until']}, {seeds} seed{'s' if seeds != 1 else ''}. "
+        f"{number_of(record['workers'], 'worker')} on one machine with {machine['processors']} processors, "
+        f"{record['data']}, {record['optimizer']}, until {record['until']}, {number_of(record['seeds'], 'seed')}. "
         f"tf2dist {record['tf2dist']}, TensorFlow {versions.get('tensorflow', 'unknown')}, {written}."
     )
 
