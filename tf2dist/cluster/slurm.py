@@ -101,10 +101,10 @@ def spread_tasks(nodes: Sequence[str], counts: Sequence[int], in_a_row: int) -> 
     left = list(counts)
     by_rank: list[str] = []
     while any(left):
-        for place, node in enumerate(nodes):
-            taken = min(in_a_row, left[place])
+        for index, node in enumerate(nodes):
+            taken = min(in_a_row, left[index])
             by_rank += [node] * taken
-            left[place] -= taken
+            left[index] -= taken
     return by_rank
 
 

@@ -160,9 +160,9 @@ class NumberedSteps:
         if not self._ranges:
             return first, last
         numbers_of, ranges = tf.constant(self._numbers[:-1], tf.int64), tf.constant(self._ranges, tf.int64)
-        place = tf.searchsorted(numbers_of, numbers, side="right") - 1
-        unseen = tf.gather(ranges[:, 0], place) + (numbers - tf.gather(numbers_of, place)) * size
-        unseen_last = tf.minimum(unseen + size, tf.gather(ranges[:, 1], place))
+        index = tf.searchsorted(numbers_of, numbers, side="right") - 1
+        unseen = tf.gather(ranges[:, 0], index) + (numbers - tf.gather(numbers_of, index)) * size
+        unseen_last = tf.minimum(unseen + size, tf.gather(ranges[:, 1], index))
         is_unseen = number < 0
         return tf.where(is_unseen, unseen, first), tf.where(is_unseen, unseen_last, last)
 

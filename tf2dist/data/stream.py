@@ -286,11 +286,11 @@ class Reader:
                 self._wait()
                 self._epoch, self._iterator = epoch, None
                 self._move_to(number)
-            place = number - self._first
-            if len(self._kept) <= place:
+            index = number - self._first
+            if len(self._kept) <= index:
                 self._wait()
-            if self._fetch(place + 1):
-                return len(self._kept[place][0])
+            if self._fetch(index + 1):
+                return len(self._kept[index][0])
             return -1 if self._has_ended else 0
 
     def _wait(self) -> None:

@@ -159,9 +159,9 @@ def _ship_model(folder: Path, model: keras.Model, trains: bool) -> keras.Model:
             f"Keras makes only {len(copy.weights)} of its {len(model.weights)} weights when it "
             "loads the model; make all layers with their shapes in its __init__, or give a function that builds it"
         )
-    if (place := _first_other(model.weights, copy.weights)) is not None:
+    if (index := _first_other(model.weights, copy.weights)) is not None:
         raise FitError(
-            f"Keras does not load {model.weights[place].path} as it has saved it; give a function that builds the model"
+            f"Keras does not load {model.weights[index].path} as it has saved it; give a function that builds the model"
         )
     return copy
 
@@ -180,12 +180,12 @@ def _not_loaded(error: BaseException) -> FitError:
 
 
 def _first_other(variables: list[keras.Variable], loaded: list[keras.Variable]) -> int | None:
-    """The place of the first variable that has another value, bit by bit, when Keras has loaded it."""
-    for place, pair in enumerate(zip(variables, loaded, strict=True)):
+    """The index of the first variable that has another value, bit by bit, when Keras has loaded it."""
+    for index, pair in enumerate(zip(variables, loaded, strict=True)):
         # These arrays share the memory of the variables; `numpy()` and Keras would copy it.
         one, other = (np.asarray(tf.convert_to_tensor(variable)) for variable in pair)
         if not have_same_bits(one, other):
-            return place
+            return index
     return None
 
 
@@ -265,9 +265,9 @@ def _lost_of_optimizer(name: str, optimizer: keras.Optimizer, copied: keras.Opti
             f"its {name} has {len(optimizer.variables)} variables, and {len(copied.variables)} when Keras loads the "
             "model, which leaves out its state; compile the model again, or give a function that builds it"
         )
-    if (place := _first_other(optimizer.variables, copied.variables)) is not None:
+    if (index := _first_other(optimizer.variables, copied.variables)) is not None:
         return (
-            f"Keras does not load {optimizer.variables[place].path} of its {name} as it has saved it; give a "
+            f"Keras does not load {optimizer.variables[index].path} of its {name} as it has saved it; give a "
             "function that builds the model"
         )
     return ""
