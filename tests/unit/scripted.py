@@ -153,13 +153,12 @@ def follow(
     leader: str = "",
     start: Callable[[str, int], None] | None = None,
     meeting: Any = None,
-    may_leave: bool = False,
     place: Place | None = None,
 ) -> dict[str, Any]:
     """Monitors the script to its end, by its own clock; returns the result."""
     run = host_run(config, launcher.log_dir, launcher.stop, place)
     monitor = Monitor(run, launcher, meeting, lambda: None, clock=launcher)  # type: ignore[arg-type]
-    return monitor.run(Tasks(tasks, leader or tasks[0], start or launcher.start, may_leave))
+    return monitor.run(Tasks(tasks, leader or tasks[0], start or launcher.start))
 
 
 def warnings_of(launcher: ScriptedLauncher, capsys: pytest.CaptureFixture[str], max_restarts: int = 3) -> str:

@@ -17,13 +17,15 @@ from tests.unit.scripted import (
     write_echo,
 )
 from tf2dist.cluster.spec import Cluster, Place, Task
-from tf2dist.config.schema import RunConfig
+from tf2dist.config.schema import RunConfig, TaskConfig
 from tf2dist.errors import Interrupted, TaskFailure, TaskLeft
 from tf2dist.hosts.protocol import Ended, Lost, Stop
 from tf2dist.launch import monitor, shutdown
 from tf2dist.messages import Began, Saved
 
 BEGUN = Began(0, task=TASKS[0])
+LEAVES = RunConfig(mode="async", task=TaskConfig(on_term="leave"))
+WORKER = Place(Cluster("async", {"chief": ("a:1",), "ps": ("b:1",), "worker": ("c:1", "d:1")}), Task("worker", 1))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_worker_leaves_alone_after_a_while(tmp_path: Path, again: bool) -> Non
     launcher = ScriptedLauncher(tmp_path, signals)
     meeting = StoppableMeeting(launcher, [])
     with pytest.raises(TaskLeft, match="worker-1 has left after SIGTERM; the others go on"):
-        follow(launcher, RunConfig(mode="async"), ["worker-1"], "chief-0", meeting=meeting, may_leave=True)
+        follow(launcher, LEAVES, ["worker-1"], "chief-0", meeting=meeting, place=WORKER)
     assert not launcher.tasks, "the others are told when it has ended"
     assert not hasattr(meeting, "stops")
     assert launcher.now - 104.5 == pytest.approx(0.5 if again else shutdown.LEAVE_SECS, abs=2 * monitor.POLL_SECS)
@@ -158,6 +160,6 @@ def test_a_worker_that_would_leave_stops_with_all_others(tmp_path: Path) -> None
     launcher = ScriptedLauncher(tmp_path, [(104.0, Signalled()), (107.0, ended("worker-1", 143))])
     meeting = StoppableMeeting(launcher, [(105.0, Stop("chief-0", 15))])
     with pytest.raises(Interrupted, match="stopped by SIGTERM") as caught:
-        follow(launcher, RunConfig(mode="async"), ["worker-1"], "chief-0", meeting=meeting, may_leave=True)
+        follow(launcher, LEAVES, ["worker-1"], "chief-0", meeting=meeting, place=WORKER)
     assert caught.value.exit_code == 143
     assert launcher.now > 106.5, "it serves until the leader has saved"

@@ -55,3 +55,9 @@ class HostRun:
     started_at: float
     stop: StopRequest
     session: Session | None = None
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether SIGTERM to this process ends the task of this host alone, and not the whole job."""
+        cluster, task = self.place
+        return self.config.task.on_term == "leave" and self.place.has_peers and cluster.can_lose(task)

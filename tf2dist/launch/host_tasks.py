@@ -25,7 +25,6 @@ from tf2dist.launch.host_run import HostRun
 from tf2dist.launch.launcher import Launcher, environment_of
 from tf2dist.launch.monitor import Monitor, Tasks
 from tf2dist.launch.run_dir import Lock, how_to_go_on, locked
-from tf2dist.signals import StopRequest
 
 
 def on_free_ports(cluster: Cluster, launcher: Launcher, restarts: int) -> Cluster:
@@ -69,12 +68,8 @@ def run_host(run: HostRun) -> dict[str, Any]:
 
 def locked_for(run: HostRun) -> contextlib.AbstractContextManager[Lock]:
     """The run directory, locked; waits for another host's lock, unless this process is asked to stop."""
-
-    def check() -> None:
-        if run.stop.signum:
-            raise Interrupted(run.stop.signum)
-
-    return locked(run.run_dir, wait=Wait(run.config.startup_timeout_secs, run.console.note), check=check)
+    wait = Wait(run.config.startup_timeout_secs, run.console.note)
+    return locked(run.run_dir, wait=wait, check=functools.partial(check_stop, run))
 
 
 def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, Any]:
@@ -85,7 +80,7 @@ def run_tasks(run: HostRun, launcher: Launcher, lock: Lock | None) -> dict[str, 
         # While TensorFlow is imported, the processes of a cluster of many hosts meet.
         meeting = stack.enter_context(meeting_of(run)) if place.has_peers else None
         tasks = tasks_of(run, launcher)
-        check = functools.partial(check_stop, run.stop, tasks)
+        check = functools.partial(check_stop, run)
         monitor = Monitor(run, launcher, meeting, functools.partial(note_begin, run, lock))
         if meeting:
             meeting.join(run.config.startup_timeout_secs, check)
@@ -121,16 +116,15 @@ def tasks_of(run: HostRun, launcher: Launcher) -> Tasks:
         launcher.start(name, "tf2dist.task:main", payload, sys_path=run.session.sys_path if run.session else None)
 
     tasks = cluster.tasks if cluster.is_managed else [task]
-    may_leave = run.config.task.on_term == "leave" and run.place.has_peers and cluster.can_lose(task)
-    return Tasks([str(each) for each in tasks], str(cluster.leader), start, may_leave)
+    return Tasks([str(each) for each in tasks], str(cluster.leader), start)
 
 
-def check_stop(stop: StopRequest, tasks: Tasks) -> None:
+def check_stop(run: HostRun) -> None:
     """Raises Interrupted if this process was asked to stop, or TaskLeft if its task may leave."""
-    if tasks.may_leave and stop.signum == signal.SIGTERM:
-        raise TaskLeft(tasks.names[0])
-    if stop.signum:
-        raise Interrupted(stop.signum)
+    if run.may_leave and run.stop.signum == signal.SIGTERM:
+        raise TaskLeft(str(run.place.task))
+    if run.stop.signum:
+        raise Interrupted(run.stop.signum)
 
 
 def payload_of(run: HostRun, cluster: Cluster, task: Task) -> dict[str, Any]:

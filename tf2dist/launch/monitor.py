@@ -60,13 +60,11 @@ class Tasks:
         names: of the tasks of this host.
         leader: the task that saves and makes the result; it may be on another host.
         start: starts a task, by its name and the number of restarts of all tasks so far.
-        may_leave: whether SIGTERM to this process ends its task alone, and not the whole job.
     """
 
     names: list[str]
     leader: str
     start: Callable[[str, int], None]
-    may_leave: bool = False
 
     @property
     def has_leader(self) -> bool:
@@ -131,7 +129,6 @@ class Monitor:
             TaskLeft: by a signal to this process that ends its task alone.
         """
         self._tasks = tasks
-        self._shutdown.may_leave = tasks.may_leave
         self._start_all()
         while self._launcher.tasks or (self._attempt.failures and self._phase() is not Phase.DONE):
             self._step()

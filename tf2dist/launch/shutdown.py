@@ -21,7 +21,6 @@ class Shutdown:
     Nothing else sends SIGTERM to the tasks.
 
     Attributes:
-        may_leave: whether SIGTERM to this process ends the task of this host alone.
         saved_step: the step of the last checkpoint; None if there is none.
 
     Args:
@@ -31,13 +30,13 @@ class Shutdown:
 
     def __init__(self, run: HostRun, launcher: Launcher, meeting: Meeting | None, clock: Clock) -> None:
         self._launcher, self._meeting, self._clock = launcher, meeting, clock
-        self._stop, self._grace_secs, self._notify = run.stop, run.config.grace_secs, run.console.status
+        self._stop, self._may_leave = run.stop, run.may_leave
+        self._grace_secs, self._notify = run.config.grace_secs, run.console.status
         self._deadline: float | None = None
         self._leave_at: float | None = None
         self._peer_signum = 0  # the signal that another host has got; 0 for none
         self._has_begun = False  # the leader trains; stays False if it is on another host
         self._has_saved = False  # since it was asked to stop
-        self.may_leave = False
         self.saved_step: int | None = None
 
     @property
@@ -51,7 +50,7 @@ class Shutdown:
 
     @property
     def _is_leaving(self) -> bool:
-        return self.may_leave and self._stop.signum == signal.SIGTERM
+        return self._may_leave and self._stop.signum == signal.SIGTERM
 
     def leave(self, task: str) -> None:
         """Ends the task of this host alone if a signal asks for that; to be called several times a second."""
