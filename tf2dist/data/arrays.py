@@ -66,9 +66,6 @@ class Layout:
         shown = [f"{spec.dtype.name} [{', '.join(map(str, ['n', *spec.shape]))}]" for spec in self.specs]
         return str(self.pack(shown))
 
-    # Equal layouts are equal by their trees, and dicts have no hash.
-    __hash__ = None  # type: ignore[assignment]
-
 
 def _dtype_of(array: Any) -> tf.DType:
     if isinstance(array.dtype, tf.DType):
