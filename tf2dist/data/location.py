@@ -118,12 +118,12 @@ def check_batch_size(config: RunConfig, num_workers: int) -> None:
 
 def check_shard(batch_size: int, num_examples: int, num_workers: int) -> None:
     """Raises ConfigError if a worker's share of the training set does not fill a batch."""
-    share = max(0, num_examples) // num_workers
+    share = num_examples // num_workers
     if batch_size > share:
         way_out = f"give at most {share}" if share else "use fewer workers"
         raise ConfigError(
             f"train.batch_size_per_worker ({batch_size}): each of {num_workers} workers has only {share} of the "
-            f"{max(0, num_examples)} training examples; {way_out}"
+            f"{num_examples} training examples; {way_out}"
         )
 
 
