@@ -148,5 +148,8 @@ def fit(arguments: FitArguments) -> Result:
     )
     console = console_of(int(arguments.verbose))
     console.note(opening_line("fit", place))
+    # Before the user's functions are called and the model exists: they may use a GPU, and TensorFlow would take all of
+    # its memory.
+    request.leave_gpus_to_tasks()
     splits, plan = request.data_of(arguments, config, place.cluster.num_workers)
     return FitRun(arguments, splits, plan, config, place, console, started_at).execute()

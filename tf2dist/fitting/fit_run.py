@@ -38,7 +38,7 @@ from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.consoles import step_line
 from tf2dist.fitting.mirror import Mirror, RatesAndSeeds
 from tf2dist.fitting.readers import calls_with_weights, reads_progress
-from tf2dist.fitting.request import FitArguments, Model, leave_gpus_to_tasks, name_of, set_model_options
+from tf2dist.fitting.request import FitArguments, Model, name_of, set_model_options
 from tf2dist.fitting.session import FitSession
 from tf2dist.launch.console import Console, number_of, result_lines
 from tf2dist.launch.single_run import check_open_files, check_place, run_in_folder
@@ -174,8 +174,6 @@ class FitRun:
                 raise FitError(
                     f"validation_data: must be given for {self.place.task}, which evaluates it; or start no evaluator"
                 )
-            # Before the model exists: its variables make TensorFlow take the GPUs.
-            leave_gpus_to_tasks()
             with private_folder() as job:
                 return self._run_in(job)
 

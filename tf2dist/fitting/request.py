@@ -139,13 +139,14 @@ def data_of(arguments: FitArguments, config: RunConfig, num_workers: int) -> tup
         if limit and limit == plan.steps_per_epoch and limit * batch >= len(splits.train):
             plan = replace(plan, steps_per_epoch=None)
     else:
-        stream = _stream_of(arguments, arguments.data, config, num_workers)
+        refusals.check_stream(arguments)
+        batch_size = config.train.batch_size_per_worker = arguments.batch_size or inputs.DEFAULT_BATCH_SIZE
+        stream = Stream(name_of(arguments.data), arguments.data, num_workers, arguments.seed, batch_size)
         validation = None if arguments.is_validated_on_stream else arguments.validation_data
         splits = streamed(stream, None if validation is None else validation_arrays(stream.layout, validation))
         plan = replace(plan, steps_per_epoch=plan.steps_per_epoch or steps_of(stream, config))
         stream.repeats = plan.steps_per_epoch is not None
     if arguments.is_validated_on_stream:
-        leave_gpus_to_tasks()
         first = Shard(0, num_workers, arguments.seed, config.train.batch_size_per_worker)
         validated_on = validation_stream(splits.layout, arguments.validation_data, plan, first)
         splits = OwnSplits(splits.train, num_classes=None, stream=splits.stream, validation_stream=validated_on)
@@ -169,14 +170,6 @@ def _splits_of_arrays(arguments: FitArguments, config: RunConfig, num_workers: i
         arguments.batch_size, len(train), arguments.steps_per_epoch, config.batches_per_update(num_workers)
     )
     return Splits(train, validation, num_classes=None)
-
-
-def _stream_of(arguments: FitArguments, load: Load, config: RunConfig, num_workers: int) -> Stream:
-    refusals.check_stream(arguments)
-    batch_size = config.train.batch_size_per_worker = arguments.batch_size or inputs.DEFAULT_BATCH_SIZE
-    # Before the first call of the user's function, which may use a GPU: TensorFlow would take all its memory.
-    leave_gpus_to_tasks()
-    return Stream(name_of(load), load, num_workers, arguments.seed, batch_size)
 
 
 def leave_gpus_to_tasks() -> None:
