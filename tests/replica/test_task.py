@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tensorflow as tf
@@ -10,6 +11,7 @@ from tensorflow.python.distribute.coordinator.cluster_coordinator import Closure
 
 from tf2dist.cluster.spec import Cluster, Task
 from tf2dist.errors import ConfigError, Interrupted, LeaderLostError, NotFiniteError, TaskLostError, TrainingError
+from tf2dist.process import strategy
 from tf2dist.task import as_own_error
 from tf2dist.training.parameter_server import serving
 
@@ -61,6 +63,20 @@ def test_the_lost_task_is_named_in_one_line() -> None:
     mine = as_own_error(tf.errors.DeadlineExceededError(None, None, expected))
     assert isinstance(mine, TaskLostError)
     assert str(mine) == "lost another task: RPC: /tensorflow.CoordinationService/Heartbeat"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.InternalError(None, None, "Task is already in error before the barrier was called\n\nRPC: /Barrier"),
+        tf.errors.FailedPreconditionError(None, None, "Agent must be in CONNECTED state. It is currently in ERROR."),
+    ],
+    ids=["service", "agent"],
+)
+def test_a_barrier_after_a_suspension_is_worth_a_retry(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy, "wait_at_barrier", Mock(side_effect=error))
+    with pytest.raises(TaskLostError, match=f"^lost touch with the other workers: {str(error).splitlines()[0]}$"):
+        strategy.barrier("finished", 1.0)
 
 
 def test_devices_that_a_plugin_configures_too_late_are_refused() -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf2dist.cluster import reachability
 from tf2dist.cluster.reachability import still_waiting
 from tf2dist.cluster.spec import Cluster, Task
-from tf2dist.errors import ConfigError, TaskLostError
+from tf2dist.errors import ConfigError, TaskLostError, first_line
 from tf2dist.process import heartbeat
 from tf2dist.tf_internals.error_texts import late_tasks
 from tf2dist.tf_internals.keras import leave_losses_unscaled
@@ -172,7 +172,11 @@ def sum_over_workers(
 
 
 def barrier(name: str, timeout_secs: float) -> None:
-    """Waits until every synchronous worker has come to the barrier of this name."""
-    # The call holds Python's lock until all have come.
-    with heartbeat.announce_silence(timeout_secs):
-        wait_at_barrier(name, timeout_secs)
+    """Waits until every synchronous worker has come to the barrier of this name. Raises TaskLostError."""
+    try:
+        # The call holds Python's lock until all have come.
+        with heartbeat.announce_silence(timeout_secs):
+            wait_at_barrier(name, timeout_secs)
+    except (tf.errors.InternalError, tf.errors.FailedPreconditionError) as error:
+        # Of a job that was suspended and goes on: TensorFlow has missed its heartbeats, this worker's own among them.
+        raise TaskLostError(f"lost touch with the other workers: {first_line(str(error))}") from error
