@@ -82,6 +82,14 @@ def test_a_stop_after_an_echo_is_a_stop(tmp_path: Path, capsys: pytest.CaptureFi
     assert "again" not in capsys.readouterr().err
 
 
+def test_a_stop_after_a_loss_is_a_stop(tmp_path: Path) -> None:
+    """The stop comes while the launching process collects the consequences of the loss."""
+    launcher = ScriptedLauncher(tmp_path, [(104.0, ended("worker-1", -9)), (104.4, Signalled())])
+    with pytest.raises(Interrupted, match="stopped by SIGTERM") as caught:
+        follow(launcher, RunConfig(mode="sync", max_restarts=0))
+    assert caught.value.exit_code == 143
+
+
 def test_a_failure_is_reported_even_if_a_stop_follows(tmp_path: Path) -> None:
     script: list[tuple[float, Any]] = [(104.0, ended("worker-1", 2))]
     launcher = ScriptedLauncher(tmp_path, [*script, (104.4, Signalled())])
@@ -126,12 +134,13 @@ class StoppableMeeting(ScriptedMeeting):
         self.stops = [*getattr(self, "stops", []), signum]
 
 
+@pytest.mark.parametrize("signalled_at", [104.0, 105.0])
 @pytest.mark.parametrize("task", TASKS)
-def test_a_process_that_stood_still_is_stopped_in_order(tmp_path: Path, task: str) -> None:
-    """A scheduler wakes a suspended job to end it: the signal comes with the news that the process stood still."""
+def test_a_process_that_stood_still_is_stopped_in_order(tmp_path: Path, task: str, signalled_at: float) -> None:
+    """A scheduler wakes a suspended job to end it: the signal comes with the news that it stood still, or after it."""
     saved = Saved(40, stopping=True, task=task)
-    script: list[tuple[float, Any]] = [(102.0, BEGUN), (104.0, Signalled()), (105.5, saved), (106.0, ended(task, 143))]
-    launcher = ScriptedLauncher(tmp_path, script)
+    script: list[tuple[float, Any]] = [(102.0, BEGUN), (signalled_at, Signalled()), (105.5, saved)]
+    launcher = ScriptedLauncher(tmp_path, [*script, (106.0, ended(task, 143))])
     other = next(name for name in TASKS if name != task)
     meeting = StoppableMeeting(launcher, [(104.0, Lost(task, "stood still")), (104.0, Lost(other, "silent for 73 s"))])
     place = Place(Cluster("sync", {"worker": ("a:1", "a:2")}), Task.parse(task))
@@ -153,6 +162,15 @@ def test_a_worker_leaves_alone_after_a_while(tmp_path: Path, again: bool) -> Non
     assert not launcher.tasks, "the others are told when it has ended"
     assert not hasattr(meeting, "stops")
     assert launcher.now - 104.5 == pytest.approx(0.5 if again else shutdown.LEAVE_SECS, abs=2 * monitor.POLL_SECS)
+
+
+def test_a_worker_that_stood_still_leaves_alone(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(tmp_path, [(105.0, Signalled())])
+    meeting = StoppableMeeting(launcher, [(104.0, Lost("worker-1", "stood still"))])
+    place = Place(Cluster("async", {"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3", "a:4")}), Task("worker", 1))
+    config = RunConfig(mode="async")
+    with pytest.raises(TaskLeft):
+        follow(launcher, config, ["worker-1"], "chief-0", meeting=meeting, may_leave=True, place=place)
 
 
 def test_a_worker_that_would_leave_stops_with_all_others(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ SECONDARY_SECS = 1.0  # the failure that caused the others may be reported after
 CAUSE_SECS = 3.0  # the same if it is on another host
 EXIT_SECS = 15.0  # for the other tasks to end, once the leader is done
 FOLLOW_END_SECS = 120.0  # for a task but an evaluator to end, once its leader on another host is done
+WOKEN_SECS = 2.0  # a scheduler wakes a suspended job before it sends the signal that ends it
 
 
 class Phase(enum.Enum):
@@ -114,6 +115,8 @@ class Monitor:
         self._num_restarts_of_all = 0  # each start of all tasks may use other ports, see `host_tasks.on_free_ports`
         self._lost_peers: dict[str, str] = {}  # the tasks of other hosts that are gone, and why
         self._leader_is_done = False  # on another host
+        self._given_up: TaskLostError | None = None  # this task, by the others, as after a suspension
+        self._woken_until = 0.0
         self._began_at, self._global_step = clock.monotonic(), 0
         self._worker_events: list[dict[str, Any]] = []  # for the summary
 
@@ -158,6 +161,10 @@ class Monitor:
             signum = self._shutdown.advance(self._tasks.names, self._tasks.leader)
             if signum and (self._launcher.tasks or self._attempt.failures):  # otherwise all were done before it came
                 raise self._shutdown.outcome(signum, self._tasks.leader, self._attempt.failures)
+        elif self._phase() is Phase.RUNNING and self._given_up:
+            self._shutdown.leave(self._tasks.names[0])
+            if not self._shutdown.is_signalled and self._clock.monotonic() > self._woken_until:
+                raise self._given_up
         elif self._phase() is Phase.RUNNING and self._attempt.failures:
             self._restart_or_fail()
         elif self._phase() is Phase.RUNNING:
@@ -224,10 +231,14 @@ class Monitor:
                 self._lost_peers.pop(event.task, None)
                 self._add_event(event.task, "joined" if event.is_first else "back")
             case protocol.Lost(task, why) if task in self._tasks.names:
-                # A stop goes on: the leader can still save, and a scheduler wakes a suspended job to end it.
+                # A stop goes on: the leader can still save.
                 if self._phase() is Phase.RUNNING and self._needs_others and not self._leader_is_done:
-                    raise TaskLostError(f"{task}: {why}")
-                self._console.warn(f"{task} {why}")
+                    self._given_up = TaskLostError(f"{task}: {why}")
+                    self._woken_until = self._clock.monotonic() + WOKEN_SECS
+                else:
+                    self._console.warn(f"{task} {why}")
+            case protocol.Lost() if self._phase() is Phase.RUNNING and self._given_up:
+                pass  # to a process that stood still all others seem silent
             case protocol.Lost(task, why):
                 is_leaders = task == self._tasks.leader and not self._tasks.has_leader
                 code = (LeaderLostError if is_leaders else TaskLostError).exit_code
@@ -290,7 +301,8 @@ class Monitor:
         decision = self._policy.decide(failures[0])
         if decision is RestartDecision.FAIL and not self._meeting:
             self._collect_consequences()
-            if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_consequence(failures[0])):
+            is_lost = failures[0].exit_code in LOST_TASK_CODES
+            if self._phase() is Phase.DONE or (self._phase() is Phase.STOPPING and is_lost):
                 return
             decision = self._policy.decide(failures[0])  # now perhaps another one, since they were sorted again
         if decision is RestartDecision.FAIL:
