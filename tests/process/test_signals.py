@@ -96,6 +96,13 @@ def test_a_signal_while_the_command_begins(command: Command, number: signal.Sign
     assert not run_dir.exists()
 
 
+def test_signals_are_handled_before_anything_slow_is_imported() -> None:
+    """Until then Python shows a traceback for Ctrl-C."""
+    code = "import sys, tf2dist.__main__; print(*sorted(name for name in sys.modules if name.startswith('tf2dist')))"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert completed.stdout.split() == ["tf2dist", "tf2dist.__main__", "tf2dist.signals"], completed.stderr
+
+
 def test_a_signal_between_the_imports_and_the_tasks() -> None:
     """A slow operation there, such as a download, gets the chance to clean up."""
     code = """if True:
