@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from tf2dist.errors import ConfigError, FitError
+from tf2dist.errors import ConfigError, FitError, nearest
 from tf2dist.fitting import refusals, request, shipping
 from tf2dist.fitting.consoles import console_of, opening_line
 from tf2dist.fitting.exit_code import give_to_script
@@ -41,12 +41,17 @@ def with_arguments(
     """Makes a function of a dataclass one of its fields, with their order, types and defaults."""
 
     def decorate(function: Callable[[Gathered], Returned]) -> Callable[Arguments, Returned]:
+        returned = inspect.signature(function).return_annotation
+        signature = inspect.signature(gather).replace(return_annotation=returned)
+
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+            for name in kwargs:
+                if name not in signature.parameters:  # Python names the nearest one since 3.13 only
+                    text = f"{function.__name__}() got an unexpected keyword argument '{name}'"
+                    raise TypeError(f"{text}{nearest(name, signature.parameters)}")
             return function(gather(*args, **kwargs))
 
         functools.update_wrapper(call, function)
-        returned = inspect.signature(function).return_annotation
-        signature = inspect.signature(gather).replace(return_annotation=returned)
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.__annotations__ = {name: part.annotation for name, part in signature.parameters.items()}
         call.__annotations__["return"] = returned
