@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,37 @@ def test_a_full_disk(small_disk: Callable[[str], Path], tmp_path: Path) -> None:
     assert {warning.partition(";")[0] for warning in warnings} == {
         "model.keras could not be written (No space left on device)"
     }
+
+
+def test_a_folder_of_temporary_files_without_room_is_named(
+    small_disk: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a quota or another program leaves less room than the file system has."""
+    in_files, in_memory = tmp_path / "in_files", tmp_path / "in_memory"
+    lookup = keras.layers.StringLookup()  # its vocabulary is a file, for which Keras unpacks all others, too
+    lookup.adapt(WORDS)
+    words = keras.Sequential([keras.Input([1], dtype="string"), lookup, keras.layers.Embedding(5, 5000)])
+    words.compile("sgd", "mse")
+    for folder, model, build in ((in_files, one_table(), one_table), (in_memory, words, lambda: words)):
+        folder.mkdir()
+        assert leave(folder, model, build) == []
+    disk = small_disk("size=24m")
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e12))
+
+    def assert_refused(folder: Path, step: int | None, tables: Tables | None) -> None:
+        reason = (
+            f"^TMPDIR \\({disk}\\): the model of {folder} cannot be unpacked there \\(No space left on device\\); make"
+        )
+        with pytest.raises(ConfigError, match=reason):
+            load_folder(folder, step, {}, tables)
+
+    tables = Tables(disk / "tables")
+    assert_refused(in_files, None, tables)  # what is unpacked has room, and the table beside it has none
+    leave_free(disk, 64 << 10)
+    for step in (None, 7):
+        assert_refused(in_files, step, tables)
+    assert_refused(in_memory, None, None)
 
 
 def test_a_table_is_not_written_into_the_file_of_weights_first(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Loads the model of a run, as an ordinary compiled Keras model, in any process."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import keras
 
 from tf2dist.checkpoint.snapshot import Snapshot, is_damage, read, unreadable
 from tf2dist.checkpoint.store import Checkpoints, step_of
-from tf2dist.errors import CheckpointError, ConfigError, reason_of
+from tf2dist.errors import CheckpointError, ConfigError, brief_reason, reason_of
 from tf2dist.files import open_to_read, path_of
 from tf2dist.linux import without_warnings
 from tf2dist.model.own_step import optimizers_of
@@ -36,6 +37,8 @@ from tf2dist.training.finished_model import (
 
 MAX_STEPS = 10  # in a message
 READ_BYTES = 1 << 20  # at once
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # never of a file that is read
+MAKE_ROOM = "make room there, or set TMPDIR to another folder"
 
 
 class UnknownCode(ConfigError):
@@ -73,7 +76,8 @@ def load_model(
         A compiled Keras model with the state of its optimizer, so that `fit` goes on where the run has ended.
 
     Raises:
-        ConfigError: there is no such folder, or the model needs a class that is not known here, or more memory.
+        ConfigError: there is no such folder, or the model needs a class that is not known here, or more memory, or
+            more room in the folder of temporary files.
         CheckpointError: there is no checkpoint of that step, or a file is damaged, of another model or of another
             user.
         TaskLostError: a file cannot be read now, as with too many open files; a retry may help.
@@ -101,6 +105,11 @@ def load_folder(
             return _from_archive(folder / MODEL_FILE, objects, tables)
         return _from_checkpoint(folder, step, objects, tables)
     except OSError as error:  # damage has other errors
+        if error.errno in NO_ROOM:
+            raise ConfigError(
+                f"TMPDIR ({tempfile.gettempdir()}): the model of {folder} cannot be unpacked there "
+                f"({brief_reason(error)}); {MAKE_ROOM}"
+            ) from None
         path = Path(os.fsdecode(error.filename)) if error.filename else folder
         raise unreadable(path, error, "try again when it can be") from None
 
@@ -160,7 +169,7 @@ def _check_room(run_dir: Path, tables: Tables, needed: int) -> None:
     if needed > (free := shutil.disk_usage(tables.folder).free):
         raise ConfigError(
             f"TMPDIR ({tempfile.gettempdir()}): the model of {run_dir} needs {needed / 1e9:.1f} GB there, and "
-            f"{free / 1e9:.1f} GB are free; make room there, or set TMPDIR to another folder"
+            f"{free / 1e9:.1f} GB are free; {MAKE_ROOM}"
         )
 
 
@@ -234,6 +243,10 @@ def _loaded(path: Path, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # damaged files and classes of the user raise errors of many types
         text = error_texts.whole_text(error)
+        # Keras gathers the errors of layers, and raises one that has only their texts.
+        for number in NO_ROOM:
+            if f"[Errno {number}]" in text:
+                raise OSError(number, os.strerror(number)) from None
         if unknown := error_texts.unknown_code(text):
             raise UnknownCode(path.parent, *unknown) from None
         # Never loaded without safe mode: a model file may come from somebody else, and a lambda in it is code.

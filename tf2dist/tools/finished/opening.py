@@ -1,5 +1,6 @@
 """Opens a run for the commands: its configuration, its model and its data."""
 
+import contextlib
 import types
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from tf2dist.data.splits import Splits
 from tf2dist.errors import ConfigError, DataError
 from tf2dist.files import open_to_read, raising
 from tf2dist.process.tables_in_files import Tables
-from tf2dist.tools.finished.load_model import UnknownCode, load_folder
+from tf2dist.tools.finished.load_model import MAKE_ROOM, UnknownCode, load_folder
 from tf2dist.tools.finished.shell import CommandLine, warn
 
 
@@ -33,8 +34,10 @@ def model_of(line: CommandLine) -> keras.Model:
     """The model of the run, which is not trained; runs the plugins that the command line names, and no others."""
     # A run directory may come from somebody else: the plugins in its configuration are shown, but not run.
     try:
-        with signals.temporary_folder() as folder:
-            return load_folder(line.run_dir, line.step, code_of(line.plugins), Tables(folder / "tables"))
+        with contextlib.ExitStack() as stack:
+            with raising("TMPDIR: no folder for temporary files can be made", MAKE_ROOM):
+                tables = Tables(stack.enter_context(signals.temporary_folder()) / "tables")
+            return load_folder(line.run_dir, line.step, code_of(line.plugins), tables)
     except UnknownCode as error:
         run_plugins = ", ".join(config_of(line).plugins)
         raise ConfigError(
