@@ -20,7 +20,9 @@ from tests.replica.test_finished import leave
 from tf2dist.checkpoint.snapshot import in_file
 from tf2dist.errors import CheckpointError, ConfigError
 from tf2dist.process.tables_in_files import LARGE_BYTES, Tables
+from tf2dist.tools.finished import opening
 from tf2dist.tools.finished.load_model import load_folder, sizes
+from tf2dist.tools.finished.shell import CommandLine
 from tf2dist.training import finished_model
 from tf2dist.training.finished_model import MODEL_FILE, write_model
 
@@ -234,6 +236,12 @@ def test_a_folder_of_temporary_files_without_room_is_named(
     for step in (None, 7):
         assert_refused(in_files, step, tables)
     assert_refused(in_memory, None, None)
+
+
+def test_a_missing_folder_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"^TMPDIR: no folder for temporary files can be made \(No such file.*; make"):
+        opening.model_of(CommandLine(tmp_path, [], {}, [], None, []))
 
 
 def test_a_table_is_not_written_into_the_file_of_weights_first(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -280,12 +279,6 @@ def test_a_lambda_is_not_executed_without_consent(tmp_path: Path, role: str, wor
     for step in (None, 7):
         with pytest.raises(ConfigError, match=f"its model has {words}, which is code in the file"):
             tf2dist.load_model(tmp_path, step)
-
-
-def test_a_missing_folder_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(ConfigError, match=r"^TMPDIR: no folder for temporary files can be made \(No such file.*; make"):
-        opening.model_of(CommandLine(tmp_path, [], {}, [], None, []))
 
 
 @pytest.mark.parametrize("name", ["arrays", "stream"])

@@ -2,7 +2,6 @@
 
 import inspect
 import platform
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -325,8 +324,7 @@ def test_fit_has_the_arguments_of_keras_and_then_its_own() -> None:
     ]
     assert {part.kind for part in list(own.values())[len(of_keras) + 1 :]} == {inspect.Parameter.KEYWORD_ONLY}
     assert {*request.NUMBERS, *request.CHECKS, *refusals.ALTERNATIVES} <= {*own}
-    told = "fit() got an unexpected keyword argument 'epoch'; did you mean epochs?"
-    with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(TypeError, match=r"^fit\(\) got an .* argument 'epoch'; did you mean epochs\?$"):
         tf2dist.fit(model, epoch=1)  # type: ignore[call-arg]
 
 
