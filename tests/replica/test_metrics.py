@@ -209,11 +209,18 @@ class SumFromOne(Largest):
         self.value.assign_add(keras.ops.sum(outputs))
 
 
-@pytest.mark.parametrize("metric", [Largest, SumFromOne])
+class SumOfAllEpochs(SumFromOne):
+    """Its state is a sum, and begins at zero in the first epoch alone."""
+
+    def reset_state(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("metric", [Largest, SumFromOne, SumOfAllEpochs])
 def test_a_metric_whose_state_is_not_a_sum_is_refused_by_name(metric: Any) -> None:
     source = InMemorySource(lambda: compiled([metric], 1), Splits(Arrays(*BINARY), num_classes=None))
     words = (
-        r"^model \(given\): the metric variable largest\S* is no sum over the examples, so several workers cannot add"
+        r"^model \(given\): the metric variable largest\S* is no sum over the examples of one epoch, so several workers"
     )
     with pytest.raises(ConfigError, match=words):
         build_step(source, source.load(), run_config(), contextlib.nullcontext())

@@ -45,7 +45,9 @@ SHOWN = {
     features.CONSTRAINT_OF_PARTS: "constraints of variables that are cut",
     features.SYNCHRONIZED: "synchronized layers",
     features.MADE_LATE: "variables that are made in the first step",
-    features.NO_SUM: "metrics whose state cannot be added up over workers, such as a largest value",
+    features.NO_SUM: (
+        "metrics whose state cannot be added up over workers, such as a largest value, or is kept by `reset_state`"
+    ),
     features.FOREIGN: (
         "a call that assigns something that is not a variable of the model, such as Keras' global random generator"
     ),

@@ -71,7 +71,9 @@ def _made_late(step: Step) -> Iterator[keras.Variable]:
 
 def _no_sums(step: Step) -> Iterator[keras.Variable]:
     yield from step.trace.not_additive
-    # A step begins with zeros in all of these (see `Metrics`), so a metric must, too.
+    # Every epoch begins with zeros in all of these (see `Metrics`), so a metric must, too, whatever an epoch has left.
+    for variable in step.model.metrics_variables:
+        variable.assign(keras.ops.ones(variable.shape, variable.dtype))
     step.model.reset_metrics()
     yield from (v for v in step.metrics.variables if np.any(v.numpy()))
 

@@ -108,8 +108,8 @@ ALL = Way(
             "{it} is made in the first step and would not be trained; make it in __init__ or build of the model"
         ),
         features.NO_SUM: (
-            "the metric variable {it} is no sum over the examples, so several workers cannot add it up; leave the "
-            "metric out, and compute it with the trained model"
+            "the metric variable {it} is no sum over the examples of one epoch, so several workers cannot add it up; "
+            "leave the metric out, and compute it with the trained model"
         ),
         features.FOREIGN: (
             "its call changes {it}, which is no variable of the model, so every step would find it unchanged; make it "
