@@ -1,6 +1,7 @@
 """Keras objects that are sent to the tasks, in a function or as a compiled model."""
 
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -133,6 +134,17 @@ class Focal(keras.losses.Loss):  # type: ignore[misc]
         return keras.ops.mean(keras.ops.abs(y - y_pred) ** self.gamma, -1)
 
 
+class Between(keras.losses.Loss):  # type: ignore[misc]
+    """The mean of a function of the two, or of another loss."""
+
+    def __init__(self, distance: Any = keras.ops.subtract, inner: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.distance, self.inner = distance, inner or keras.losses.MeanSquaredError()
+
+    def call(self, y: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(self.distance(y, y_pred) ** 2, -1) + self.inner(y, y_pred)
+
+
 class Unnamed(Focal):
     """Its configuration leaves out the reduction."""
 
@@ -201,9 +213,10 @@ class Inner(keras.Model):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.scales, self.dense, self.beta = Scales(), keras.layers.Dense(1), np.ones(2)
+        self.dropout, self.norm = keras.layers.Dropout(0.1), keras.layers.BatchNormalization(scale=False, center=False)
 
     def call(self, inputs: Any) -> Any:
-        return self.dense(self.scales(inputs))
+        return self.dense(self.norm(self.dropout(self.scales(inputs))))
 
 
 def pinball(quantile: float) -> Callable[[Any, Any], Any]:
@@ -227,6 +240,13 @@ def inner(**attributes: Any) -> keras.Model:
         owner = model.dense if name == "trainable" else model
         setattr(owner, name, value)
     model.compile("sgd", "mse")
+    return model
+
+
+def with_setting(owner: str, name: str, value: Any) -> keras.Model:
+    """A model of a class that makes its layers by itself, of which one is changed later."""
+    model = inner()
+    setattr(operator.attrgetter(owner)(model), name, value)
     return model
 
 
@@ -311,6 +331,22 @@ LOST: list[tuple[str, Callable[[], keras.Model]]] = [
     ("does not save gamma of its Inner", lambda: inner(gamma=4.0)),
     ("does not save train_step of its Sequential, .*; make train_step a method of a subclass", with_step),
     ("does not save which layers of it are not to be trained", lambda: inner(trainable=False)),
+    ("does not save distance of its Between", lambda: sequential(loss=Between(keras.ops.add))),
+    (
+        "does not save delta of its Huber, .*; give a function in place",
+        lambda: sequential(loss=keras.losses.Huber(0.3)),
+    ),
+    ("does not save inner of its Between", lambda: sequential(loss=Between(inner=keras.losses.Huber()))),
+    ("does not save rate of its Dropout, .*; set rate where .*__init__", lambda: with_setting("dropout", "rate", 0.9)),
+    ("does not save which layers of it are not to be trained", lambda: with_setting("norm", "trainable", False)),
+    (
+        "does not save the regularizer of .*/kernel as it is now; give it to the layer",
+        lambda: with_setting("dense.kernel", "regularizer", keras.regularizers.L2()),
+    ),
+    (
+        "does not save the constraint of .*/kernel as it is now; give it to the layer",
+        lambda: with_setting("dense.kernel", "constraint", AtMost()),
+    ),
     ("does not load .*/lora_kernel_a as it has saved it", with_lora),
     (
         r"its optimizer is a LossScaleOptimizer, and under the dtype policy that is set now \(float32\) Keras gives "
@@ -337,6 +373,8 @@ KEPT: list[Callable[[], keras.Model]] = [
     lambda: with_optimizer_set_later(Stepping),
     lambda: sequential(Scales(), Scales(), loss=MEDIAN, metrics=[MEDIAN, Above()]),
     lambda: sequential(keras.layers.Dense(3, kernel_constraint=AtMost()), loss=Focal()),
+    lambda: sequential(keras.layers.Dense(3, kernel_regularizer="l2"), loss=Between()),
+    lambda: sequential(loss=keras.losses.Huber(), metrics=[keras.metrics.AUC(), keras.metrics.CosineSimilarity()]),
     inner,
 ]
 

@@ -39,13 +39,13 @@ from tf2dist.errors import ConfigError, FitError, TrainingError, kind_of, naming
 from tf2dist.files import raising, write_whole
 from tf2dist.fitting import inputs, mirror, pickling
 from tf2dist.linux import without_warnings
-from tf2dist.model.copies import lost_in_copy
+from tf2dist.model.copies import is_of_keras, lost_in_copy, lost_of_weight
 from tf2dist.model.optimizer_checks import has_trained
 from tf2dist.model.own_step import OwnStep, has_own_step, optimizers_of
 from tf2dist.model.saved import Lambda, config_in, lambdas_in, leave_out_optimizer, texts_in
 from tf2dist.model.source import EpochPlan
 from tf2dist.process.tables_in_files import Tables
-from tf2dist.tf_internals.keras import fresh_names, groups_of, inner_optimizers, seeds_of, undecayed
+from tf2dist.tf_internals.keras import fresh_names, groups_of, inner_optimizers, layers_of, seeds_of, undecayed
 
 JOB, MODEL, TABLES, BUILD, CUSTOM = "job.json", "model", "tables", "build.pickle", "custom.pickle"
 UNSAVED = "unsaved.json"
@@ -221,6 +221,10 @@ def _check_compiled(model: keras.Model, copy: keras.Model, layout: Layout) -> No
     if lost := lost_in_copy(model, copy):
         kind, key = lost[0].__name__, lost[1]
         way = f"give {kind} a get_config with {key} and an __init__ that takes it"
+        if issubclass(lost[0], keras.Loss | keras.Metric) and is_of_keras(lost[0]):
+            way = f"give a function in place of the {kind}"
+        elif is_of_keras(lost[0]):
+            way = f"set {key} where the class that makes it does so, in its __init__"
         if hasattr(*lost):
             way = f"make {key} a method of a subclass"
         raise FitError(
@@ -232,6 +236,12 @@ def _check_compiled(model: keras.Model, copy: keras.Model, layout: Layout) -> No
             "Keras does not save which layers of it are not to be trained; set trainable in its __init__, or give a "
             "function that builds the model"
         )
+    for weight, copied_weight in zip(model.weights, copy.weights, strict=True):
+        if lost_setting := lost_of_weight(weight, copied_weight):
+            raise FitError(
+                f"Keras does not save the {lost_setting} of {weight.path} as it is now; give it to the layer when that "
+                "is made, or give a function that builds the model"
+            )
     # A MultiOptimizer knows variables by their paths, and a class may give its layers other names when it is loaded.
     if _optimizer_numbers(copy) != _optimizer_numbers(model):
         raise FitError(
@@ -284,7 +294,9 @@ def _is_applied(model: keras.Model, optimizer: keras.Optimizer, layout: Layout) 
 
 def _trained_places(model: keras.Model) -> list[bool]:
     trained = set(map(id, model.trainable_weights))
-    return [id(weight) in trained for weight in model.weights]
+    # Without gamma and beta it has no such weights, and in training uses its moving averages if it is not trained.
+    norms = [layer.trainable for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    return [id(weight) in trained for weight in model.weights] + norms
 
 
 def _optimizer_numbers(model: keras.Model) -> list[int]:

@@ -45,6 +45,19 @@ def lost_in_copy(model: keras.Model, copy: keras.Model) -> tuple[type, str] | No
     return None
 
 
+def lost_of_weight(weight: keras.Variable, copied: keras.Variable) -> str:
+    """What the copy of a weight lacks or has otherwise of what its layer gave it when it made it; "" for nothing."""
+    for name in ("regularizer", "constraint"):
+        one, other = getattr(weight, name), getattr(copied, name)
+        if not _is_same_object(one, other) or different_attribute(_attributes(one), _attributes(other)):
+            return name
+    return ""
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
 def _is_saved(value: Any) -> bool:
     # What an initializer gives is among the weights, which are sent.
     return hasattr(value, "get_config") and hasattr(value, "__dict__") and not isinstance(value, keras.Initializer)
@@ -59,11 +72,39 @@ def _lost_attribute(original: Any, copied: Any) -> str | None:
     lost: list[str] = [key for key in of_user if hasattr(kind, key) and key not in others]
     if lost:
         return lost[0]
-    if _is_of_keras(kind):  # its configuration is complete
-        return None
+    settings = settings_of(original)
+    # One of Keras's has a configuration, but a class of the user's may have made it, whose own is not complete.
+    if (lost_setting := different_attribute(settings, others | settings_of(copied))) is not None or is_of_keras(kind):
+        return lost_setting
+    objects = {key: v for key, v in settings.items() if not hasattr(kind, key) and _is_object(v)}
+    return next((key for key, v in objects.items() if not _is_same_object(v, others.get(key))), None)
+
+
+def settings_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that make it another one, and that none of its methods changes."""
+    kind, attributes = type(value), vars(value)
+    if is_of_keras(kind):
+        settings = {key: v for key, v in attributes.items() if key in _arguments(kind)}  # type: ignore[arg-type]
+        # Those that wrap a function have its arguments in a dict, and Huber saves nothing of it.
+        if isinstance(value, keras.Loss | keras.Metric):
+            for arguments in (v for v in attributes.values() if isinstance(v, dict)):
+                settings |= arguments
+        return settings
     varying = _varying(kind)  # type: ignore[arg-type]
-    settings = {key: v for key, v in attributes.items() if key not in varying and not key.startswith(OF_TENSORFLOW)}
-    return different_attribute(settings, others)
+    return {key: v for key, v in attributes.items() if key not in varying and not key.startswith(OF_TENSORFLOW)}
+
+
+def _is_object(value: Any) -> bool:
+    # Optimizers are compared by themselves: a step need not apply all of them.
+    return isinstance(value, types.FunctionType) or (_is_saved(value) and not isinstance(value, keras.Optimizer))
+
+
+def _is_same_object(one: Any, other: Any) -> bool:
+    """Whether a copy has the same function, or an object of the same class, whose attributes are compared later."""
+    if one is other or not isinstance(one, types.FunctionType):
+        return type(one) is type(other)
+    # Keras makes a new function of the code of a lambda.
+    return isinstance(other, types.FunctionType) and one.__code__ == other.__code__
 
 
 def different_attribute(original: Mapping[str, Any], copied: Mapping[str, Any]) -> str | None:
@@ -99,7 +140,8 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def _is_of_keras(kind: type) -> bool:
+def is_of_keras(kind: type) -> bool:
+    """Whether a class is one of Keras or TensorFlow."""
     return kind.__module__.partition(".")[0] in KERAS
 
 
@@ -108,16 +150,22 @@ def _is_internal(function: Any) -> bool:
 
 
 @functools.cache
+def _arguments(kind: type) -> set[str]:
+    """The arguments by which Keras makes an object, beside those that a copy may have in another form."""
+    return set(inspect.signature(kind).parameters) - {"name", *VARYING}
+
+
+@functools.cache
 def _varying(kind: type) -> set[str]:
     """The attributes of a class of the user's that are no settings: Keras's, and those that methods change for it."""
     classes = [one for one in kind.__mro__ if one is not object]
-    of_keras = [one for one in classes if _is_of_keras(one)]
+    of_keras = [one for one in classes if is_of_keras(one)]
     called = {name for one in of_keras for name in dir(one)} - {*SETTING}
     of_base = {name for one in of_keras for method in vars(one).values() for name in _assigned(method)}
     of_methods = {
         name
         for one in classes
-        if not _is_of_keras(one)
+        if not is_of_keras(one)
         for method_name, method in vars(one).items()
         if method_name in called or isinstance(method, functools.cached_property)
         for name in (*_assigned(method), method_name)
