@@ -14,6 +14,7 @@ from tf2dist.data.arrays import Arrays
 from tf2dist.data.splits import Splits
 from tf2dist.errors import FitError
 from tf2dist.fitting import shipping
+from tf2dist.fitting.callbacks import Callbacks
 from tf2dist.fitting.mirror import Mirror
 from tf2dist.model.optimizer_checks import has_trained
 from tf2dist.model.source import EpochPlan
@@ -123,6 +124,33 @@ def test_a_change_of_a_setting_of_the_optimizer_is_refused(name: str) -> None:
     setattr(changed, setting, value)
     with pytest.raises(FitError, match=rf"callbacks: \w+\.{setting} was .* and is .* now.*; set it before fit"):
         mirror.changes()
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin"])
+def test_a_change_of_a_layer_before_the_first_step_is_refused(hook: str) -> None:
+    """`keras.Model.fit` takes it, since it traces its first step later, and ignores all later ones."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dropout(0.1, name="left_out"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = keras.callbacks.Callback()
+
+    def change(*arguments: Any) -> None:
+        model.layers[0].rate += 0.25
+
+    setattr(callback, hook, change)
+    callbacks = Callbacks([callback], Mirror(model), EpochPlan(epochs=2), 0, 10)
+    with pytest.raises(FitError, match=r"callbacks: rate of left_out was 0.1 and is 0.35 now.*; set it before fit"):
+        callbacks.begin(0, {}, (0.01,), 0, {})
+    assert callbacks.after_epoch(0, {"loss": 1.0}, {}, (0.01,), 10).arrays == {}
+
+
+def test_a_metric_that_reads_the_rate_of_a_schedule_is_refused() -> None:
+    """The tasks count the steps in optimizers of their own."""
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5))
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", metrics=[lambda y, y_pred: optimizer.learning_rate])
+    layout = Arrays(np.ones([20, 2], np.float32), np.ones([20, 1], np.float32)).layout
+    with pytest.raises(FitError, match=r"its steps read \S*iteration of its optimizer.*; log the rate in"):
+        Mirror(model, None, layout).put({"outside/0": np.array(0)}, (0.1,), 0)
 
 
 def test_another_optimizer_is_refused() -> None:

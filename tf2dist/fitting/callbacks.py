@@ -250,6 +250,8 @@ class Callbacks:
         self._step = step
         if step == 0:
             self._mirror.restore_outside()
+        # None where the tasks, in Keras the first step, have been made before.
+        settings = self._mirror.layer_settings() if self._at_begin is None and step == 0 else None
         if self._at_begin is None:
             # A model that was trained before may still have it from a callback of that training.
             self.model.stop_training = False
@@ -263,6 +265,8 @@ class Callbacks:
         restore(self._list.callbacks, state)
         self._ended_with = state if ENDED in state else {}
         self._begin_epoch(epoch)
+        if settings is not None:
+            self._mirror.check_layer_settings(settings)
         if BEGUN in state and int(state[BEGUN]) == epoch:
             # The checkpoint was made after this hook, which is called again for what no checkpoint holds, such as a
             # file. What it does to weights, rates and its own numbers has been done already.

@@ -13,7 +13,7 @@ from tf2dist.checkpoint.state import averages_left_out, named_variables
 from tf2dist.data.arrays import Layout, Tree, have_same_structure
 from tf2dist.errors import ConfigError, FitError, InstallationError, TrainingError, kind_of, reason_of, users_location
 from tf2dist.model.compiled_step import CompiledStep
-from tf2dist.model.copies import PLAIN
+from tf2dist.model.copies import PLAIN, different_attribute, settings_of
 from tf2dist.model.features import finalizes
 from tf2dist.model.optimizer_checks import prepare_choice
 from tf2dist.model.own_step import OwnStep, has_own_step, updates_per_step
@@ -24,6 +24,7 @@ from tf2dist.tf_internals.keras import (
     config_of,
     counters_of,
     inner_optimizers,
+    layers_of,
     learning_rate_of,
     set_learning_rates,
     trained_variables,
@@ -31,6 +32,7 @@ from tf2dist.tf_internals.keras import (
 from tf2dist.training.hooks import NamedArrays
 
 RatesAndSeeds = tuple[tuple[float, ...], NamedArrays]
+LayerSettings = list[tuple[keras.Layer, dict[str, Any]]]
 
 
 class Mirror:
@@ -145,6 +147,14 @@ class Mirror:
                 f"model: its steps read {len(in_tasks)} variables in the tasks that are not its own, and other ones in "
                 f"this process ({paths}); make them its own, as with model.beta = beta, in a function that builds it"
             )
+        rates = [learning_rate_of(inner) for inner in inner_optimizers(self.optimizer)]
+        kept = set(map(id, self.optimizer.variables)) - set(map(id, rates))
+        if read := [variable.path for variable in self._outside.values() if id(variable) in kept]:
+            raise FitError(
+                f"model: its steps read {read[0]} of its optimizer, as metrics do that show the rate of a schedule, "
+                "and the tasks keep it elsewhere; log the rate in on_epoch_end of a callback, as with "
+                "logs['rate'] = float(self.model.optimizer.learning_rate)"
+            )
         self._outside_values = {name: np.array(_value(variable)) for name, variable in self._outside.items()}
         self._named |= self._outside
 
@@ -179,6 +189,23 @@ class Mirror:
         }
         rates = self._learning_rates()
         return changes, rates if rates != self._cluster_rates else ()
+
+    def layer_settings(self) -> LayerSettings:
+        """Numbers and texts by which layers of the model are what they are; Keras reads them in its first step."""
+        return [
+            (layer, {key: value for key, value in settings_of(layer).items() if isinstance(value, PLAIN)})
+            for layer in layers_of(self.model)
+        ]
+
+    def check_layer_settings(self, before: LayerSettings) -> None:
+        """Refuses settings that a callback has changed before the first step; all later ones Keras ignores."""
+        for layer, settings in before:
+            if (key := different_attribute(settings, vars(layer))) is not None:
+                was, now = settings[key], vars(layer).get(key)
+                raise FitError(
+                    f"callbacks: {key} of {layer.name} was {was!r} and is {now!r} now, but the steps of the tasks are "
+                    "made already; set it before fit"
+                )
 
     def _check_settings(self) -> None:
         now = self._settings_now()
