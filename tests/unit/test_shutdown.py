@@ -167,10 +167,8 @@ def test_a_worker_leaves_alone_after_a_while(tmp_path: Path, again: bool) -> Non
 def test_a_worker_that_stood_still_leaves_alone(tmp_path: Path) -> None:
     launcher = ScriptedLauncher(tmp_path, [(105.0, Signalled())])
     meeting = StoppableMeeting(launcher, [(104.0, Lost("worker-1", "stood still"))])
-    place = Place(Cluster("async", {"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3", "a:4")}), Task("worker", 1))
-    config = RunConfig(mode="async")
     with pytest.raises(TaskLeft):
-        follow(launcher, config, ["worker-1"], "chief-0", meeting=meeting, may_leave=True, place=place)
+        follow(launcher, LEAVES, ["worker-1"], "chief-0", meeting=meeting, place=WORKER)
 
 
 def test_a_worker_that_would_leave_stops_with_all_others(tmp_path: Path) -> None:

@@ -255,8 +255,8 @@ def test_what_the_page_says_of_the_cnn_and_of_mnist() -> None:
     mnist = {
         name: staleness_page.curve(results, "cnn", "mnist", name, "plain", tuned=False) for name in staleness.OPTIMIZERS
     }
-    lost = {name: [error > staleness_page.SAME_CLASS for error in mnist[name][3].errors] for name in mnist}
-    assert (sum(lost["sgd"]), sum(lost["momentum"]), len(lost["sgd"])) == (3, 2, 3)
+    of_three = {name: [error > staleness_page.SAME_CLASS for error in mnist[name][3].errors] for name in mnist}
+    assert (sum(of_three["sgd"]), sum(of_three["momentum"]), len(of_three["sgd"])) == (3, 2, 3)
     sync = shown_error("adam", "sync", 9, tuned=True, data="mnist", model="cnn")
     assert f"on MNIST nine end at {sync} and {mnist['adam'][9].mean:.1f} %" in whole
     assert f"ends at {mnist['adam'][9].mean:.1f} % with nine instead of {mnist['adam'][1].mean:.1f} %" in whole
